@@ -1,0 +1,176 @@
+"""When the gate closes and when it opens again. Pure Python: it needs neither torch nor SGLang.
+
+Closed means that speculation is off. The decision depends only on the number of running requests, on their resident
+KV tokens, and on the decisions before it. Every tensor-parallel rank sees the same numbers, so all ranks decide alike;
+time and measurements of a GPU, which differ between ranks, have no place here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+Mode = Literal["open", "closed", "off"]
+
+DEFAULT_DWELL_STEPS = 32
+
+
+class SettingsError(ValueError):
+    """A setting has a value that is not allowed. The message says what was given, what is allowed and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the operator chose.
+
+    threshold: close at this many running requests; 0 switches the gate off, and then it never closes.
+    low_mark: open again below this many running requests, 1 to `threshold`; None takes three quarters of the
+        threshold, rounded up. Where speculation stops paying, the two modes cost about the same, and a quarter below
+        that they are still close: staying closed there costs little, while a load that hovers at the threshold does
+        not switch at each request that finishes.
+    dwell_steps: decode steps between two transitions, at least. A transition costs about as much as one step (the
+        draft model catches up in one forward), so 32 bounds what switching can cost to about 3 %.
+    kv_token_threshold: close at this many resident KV tokens too, whatever the number of requests; 0 leaves this
+        trigger out. It opens again below three quarters of it.
+    forced: hold the gate "open" or "closed" whatever the load; None leaves the decision to the load.
+    """
+
+    threshold: int = 0
+    low_mark: int | None = None
+    dwell_steps: int = DEFAULT_DWELL_STEPS
+    kv_token_threshold: int = 0
+    forced: Literal["open", "closed"] | None = None
+
+    def __post_init__(self) -> None:
+        _check_count("threshold", self.threshold, "0 switches the gate off")
+        _check_count("dwell_steps", self.dwell_steps, "0 lets it switch at every step")
+        _check_count("kv_token_threshold", self.kv_token_threshold, "0 leaves this trigger out")
+        highest = max(self.threshold, 1)
+        if self.low_mark is not None and not (_is_count(self.low_mark) and 1 <= self.low_mark <= highest):
+            raise SettingsError(
+                f"low_mark is {self.low_mark!r}; allowed is an integer from 1 to the threshold ({self.threshold}): "
+                "lower it, raise the threshold, or leave it out to take three quarters of the threshold"
+            )
+        if self.forced not in (None, "open", "closed"):
+            raise SettingsError(
+                f"forced is {self.forced!r}; allowed are 'open', 'closed' and None: use None to let the load decide"
+            )
+        if self.threshold == 0:
+            for name in ("low_mark", "kv_token_threshold", "forced"):
+                if getattr(self, name):
+                    raise SettingsError(
+                        f"{name} is {getattr(self, name)!r} while threshold is 0; it is allowed with a threshold of 1 "
+                        f"or more: set a threshold, or leave {name} out"
+                    )
+
+    @property
+    def open_below(self) -> int:
+        """Running requests below which the gate opens again."""
+        return self.low_mark if self.low_mark is not None else self.threshold - self.threshold // 4
+
+    @property
+    def open_below_kv_tokens(self) -> int:
+        """Resident KV tokens below which the gate opens again; 0 without that trigger."""
+        return self.kv_token_threshold - self.kv_token_threshold // 4
+
+    def replace(self, changes: Mapping[str, object]) -> Settings:
+        """These settings with `changes` (field name to value).
+
+        Raises SettingsError for an unknown name or a value that is not allowed; these settings are then unchanged.
+        """
+        names = [field.name for field in dataclasses.fields(self)]
+        for name in changes:
+            if name not in names:
+                raise SettingsError(f"{name!r} is no setting of the gate; known are {', '.join(names)}: correct it")
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]  # __post_init__ checks the values
+
+    def describe(self) -> dict[str, object]:
+        """The settings in force, defaults filled in, for the identity evidence."""
+        return dataclasses.asdict(self) | {"low_mark": self.open_below}
+
+
+class Decision(NamedTuple):
+    """The mode for the next step, why it is so, and whether it was closed and no longer is, or the other way round."""
+
+    mode: Mode
+    changed: bool
+    reason: str
+
+
+class Policy:
+    """The gate's state machine: one `decide` before each decode step.
+
+    A transition is a change between closed and not closed. It is never made within `dwell_steps` steps of the one
+    before, except that forcing and threshold 0 act at once, and that a server without requests opens at once and
+    forgets its last transition: it takes no steps, so a dwell in steps would keep the next single request slow.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings  # may be replaced between two decisions; the next one obeys
+        self.mode: Mode = "open" if settings.threshold else "off"
+        self.reason = "start" if settings.threshold else "threshold 0"
+        self.transitions = 0
+        self.open_steps = 0  # decided open, or off
+        self.closed_steps = 0
+        self._dwelt: int | None = None  # steps since the last transition; None when nothing is to be waited for
+
+    @property
+    def steps(self) -> int:
+        """Decode steps decided so far."""
+        return self.open_steps + self.closed_steps
+
+    def decide(self, running: int, kv_tokens: int = 0) -> Decision:
+        """Decide the mode of the next decode step.
+
+        running: unfinished requests of the decode batch; with 0 no step follows, and none is counted.
+        kv_tokens: KV tokens resident for them, in all.
+        """
+        mode, reason = self._wanted(running, kv_tokens)
+        changed = (mode == "closed") != (self.mode == "closed")
+        if changed:
+            self.transitions += 1
+            self._dwelt = 0
+        self.mode, self.reason = mode, reason
+        if running == 0:
+            self._dwelt = None
+        else:
+            if self._dwelt is not None:
+                self._dwelt += 1
+            if mode == "closed":
+                self.closed_steps += 1
+            else:
+                self.open_steps += 1
+        return Decision(mode, changed, reason)
+
+    def _wanted(self, running: int, kv_tokens: int) -> tuple[Mode, str]:
+        s = self.settings
+        if s.threshold == 0:
+            return "off", "threshold 0"
+        if s.forced is not None:
+            return s.forced, f"forced {s.forced}"
+        if running == 0:
+            return "open", "no requests"
+        closed = self.mode == "closed"
+        if self._dwelt is not None and self._dwelt < s.dwell_steps:
+            return ("closed" if closed else "open"), f"dwell of {s.dwell_steps} steps"
+        if not closed:
+            if running >= s.threshold:
+                return "closed", f"running {running} >= threshold {s.threshold}"
+            if s.kv_token_threshold and kv_tokens >= s.kv_token_threshold:
+                return "closed", f"KV tokens {kv_tokens} >= threshold {s.kv_token_threshold}"
+            return "open", f"below threshold {s.threshold}"
+        if running >= s.open_below:
+            return "closed", f"running not below low mark {s.open_below}"
+        if s.kv_token_threshold and kv_tokens >= s.open_below_kv_tokens:
+            return "closed", f"KV tokens not below low mark {s.open_below_kv_tokens}"
+        return "open", f"running {running} < low mark {s.open_below}"
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check_count(name: str, value: object, zero: str) -> None:
+    if not _is_count(value):
+        raise SettingsError(f"{name} is {value!r}; allowed is an integer of 0 or more ({zero}): correct it")
