@@ -9,7 +9,9 @@ latest. So a switch only turns the batch's own fields: `output_ids` against `spe
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from sglang.srt.speculative.eagle_info import EagleDraftInput
 
 logger = logging.getLogger(__name__)
+
+_SETTINGS = tuple(field.name for field in dataclasses.fields(Settings))
 
 
 class SchedulerGate:
@@ -76,6 +80,30 @@ class SchedulerGate:
                 self._scheduler.event_loop_overlap()
             else:
                 self._scheduler.event_loop_normal()
+
+    def state(self) -> dict[str, object]:
+        """The gate's block in /server_info."""
+        return status.gate(self.policy, len(self._scheduler.running_batch.reqs))
+
+    @property
+    def setting_names(self) -> set[str]:
+        """The names under which /set_internal_state takes the policy's settings."""
+        return {f"spec_gate_{name}" for name in _SETTINGS}
+
+    def change_settings(self, changes: Mapping[str, object]) -> bool:
+        """Change the policy's settings by their names in /set_internal_state; other names are left alone.
+
+        False when a value is refused; nothing is changed then, and the log says why.
+        """
+        mine = {name.removeprefix("spec_gate_"): changes[name] for name in self.setting_names & changes.keys()}
+        try:
+            self.policy.settings = self.policy.settings.replace(mine)
+        except SettingsError as error:
+            logger.warning("spec_gate refused a change of its settings: %s", error)
+            return False
+        if mine:
+            logger.info("spec_gate settings changed: %s", self.policy.settings)
+        return True
 
     def at_boundary(self) -> bool:
         """Decide and switch, between receiving requests and scheduling. True when the event loop must be left."""
@@ -164,7 +192,7 @@ class SchedulerGate:
         """Set the batch's sequence lengths from its requests: KV rows, so all tokens but the latest."""
         lengths = [req.seqlen - 1 for req in batch.reqs]
         batch.seq_lens_cpu = torch.tensor(lengths, dtype=torch.int64)
-        batch.seq_lens = batch.seq_lens_cpu.to(batch.device)
+        batch.seq_lens = torch.tensor(lengths, dtype=torch.int64, device=batch.device)  # a copy: both are added to in place
         batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
         batch.seq_lens_sum = sum(lengths)
         return lengths
@@ -181,3 +209,12 @@ class SchedulerGate:
                 s.req_to_token_pool.req_to_token[req.req_pool_idx, start : req.kv_allocated_len]
             )
         req.kv_allocated_len = req.kv_committed_len
+
+
+def arm(scheduler: Scheduler) -> SchedulerGate | None:
+    """The gate for this scheduler, or None when its arguments set no threshold: it then runs as released."""
+    args = scheduler.server_args
+    settings = Settings(**{name: getattr(args, f"spec_gate_{name}") for name in _SETTINGS})
+    if not settings.threshold:
+        return None
+    return SchedulerGate(scheduler, settings, args.spec_gate_sync_interval)

@@ -1,0 +1,172 @@
+"""SGLang's real scheduler in this process, step by step: no HTTP, no sockets, the CPU engine below.
+
+A test scripts what arrives before each step and sees every request's output when the scheduler has become idle, after
+SGLang's own check that no KV slot and no request slot was lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+os.environ.setdefault("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "1")
+
+import torch
+from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.plugins import load_plugins
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import PortArgs, ServerArgs, set_global_server_args_for_scheduler
+
+CPU = {
+    "device": "cpu",
+    "dtype": "float32",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "xgrammar",
+    "disable_cuda_graph": True,
+    "skip_tokenizer_init": True,
+    "skip_server_warmup": True,
+    "mem_fraction_static": 0.1,
+    "max_total_tokens": 8192,
+    "max_running_requests": 16,
+    "chunked_prefill_size": 2048,
+    "random_seed": 1,
+}
+TREE = {
+    "speculative_algorithm": "EAGLE3",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 4,
+    "speculative_num_draft_tokens": 8,
+}
+CHAIN = TREE | {"speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+
+
+class _Idle(Exception):  # noqa: N818 - the way out of an endless loop, not an error
+    pass
+
+
+@dataclasses.dataclass
+class Request:
+    """What a test asks for; `at` is the step before which it arrives, `abort_at` the one before which it is aborted."""
+
+    input_ids: list[int]
+    max_new_tokens: int = 32
+    at: int = 0
+    abort_at: int | None = None
+    sampling: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    return_logprob: bool = False
+    stream: bool = False
+
+
+@dataclasses.dataclass
+class Output:
+    """What the scheduler has sent for a request: tokens, the reason it ended, and the output log-probabilities."""
+
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    finished: object = None
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    verify_steps: int = 0
+    correct_drafts: int = 0
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per verify step."""
+        return 1 + self.correct_drafts / self.verify_steps
+
+
+class InProcessScheduler(Scheduler):
+    """A scheduler whose requests come from `serve`. One per process: SGLang's process groups are global."""
+
+    def __init__(self, target: str, draft: str | None = None, **arguments: object) -> None:
+        load_plugins()
+        models = {"model_path": target} | ({"speculative_draft_model_path": draft} if draft else {})
+        args = ServerArgs(**(CPU | models | arguments))
+        set_global_server_args_for_scheduler(args)
+        with tempfile.TemporaryDirectory():
+            super().__init__(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
+        self.send_to_tokenizer = self.send_to_detokenizer = self
+        self.before_step: Callable[[int], None] = lambda _step: None
+        self._step = 0
+        self._script: list[tuple[str, Request]] = []
+        self._outputs: dict[str, Output] = {}
+        self._served = 0
+
+    def serve(self, requests: Sequence[Request]) -> list[Output]:
+        """Run the event loop until all `requests` are done and the scheduler is idle; the outputs in their order.
+
+        `before_step` is called with the number of the step, 0 first, before each.
+        """
+        self._step = 0
+        names = [f"request-{self._served + i}-" for i in range(len(requests))]
+        self._served += len(requests)
+        self._script = list(zip(names, requests, strict=True))
+        self._outputs = {name: Output() for name in names}
+        try:
+            self.run_event_loop()
+        except _Idle:
+            return [self._outputs[name] for name in names]
+        raise AssertionError("the event loop ended")
+
+    def free_slots(self) -> tuple[int, int]:
+        """Free KV slots, those of the prefix cache included, and free request slots."""
+        return (
+            self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size(),
+            self.req_to_token_pool.available_size(),
+        )
+
+    def recv_requests(self) -> list[object]:
+        """What arrives before this step."""
+        self.before_step(self._step)
+        now = self._step
+        self._step += 1
+        arrived = [_tokenized(name, r) for name, r in self._script if r.at == now]
+        return arrived + [AbortReq(rid=name) for name, r in self._script if r.abort_at == now]
+
+    def on_idle(self) -> None:
+        """SGLang's own checks, then out, once nothing is to come."""
+        super().on_idle()
+        last = max((max(r.at, r.abort_at or 0) for _, r in self._script), default=0)
+        if self._step > last and self.is_fully_idle():
+            raise _Idle
+
+    def send_output(self, output: object, recv_obj: object = None) -> None:
+        """Collect what would go to the detokenizer."""
+        if isinstance(output, AbortReq):
+            self._outputs[output.rid].finished = output.finished_reason or {"type": "abort"}
+            return
+        for i, rid in enumerate(getattr(output, "rids", None) or []):
+            one = self._outputs[rid]
+            one.token_ids += list(output.output_ids[i])
+            one.finished = output.finished_reasons[i]
+            if output.output_token_logprobs_val:
+                one.logprobs += list(output.output_token_logprobs_val[i])
+            if output.spec_verify_ct:
+                one.verify_steps = output.spec_verify_ct[i]
+                one.correct_drafts = output.spec_num_correct_drafts[i]
+
+
+def _tokenized(name: str, request: Request) -> TokenizedGenerateReqInput:
+    params = SamplingParams(
+        **({"temperature": 0.0, "ignore_eos": True, "max_new_tokens": request.max_new_tokens} | dict(request.sampling))
+    )
+    params.normalize(None)
+    params.verify(256)
+    return TokenizedGenerateReqInput(
+        rid=name,
+        input_text="",
+        input_ids=list(request.input_ids),
+        mm_inputs=None,
+        sampling_params=params,
+        return_logprob=request.return_logprob,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        stream=request.stream,
+    )
+
+
+torch.set_num_threads(1)
