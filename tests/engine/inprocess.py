@@ -15,6 +15,7 @@ os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 os.environ.setdefault("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "1")
 
 import torch
+from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.plugins import load_plugins
@@ -79,7 +80,7 @@ class Output:
 
 
 class InProcessScheduler(Scheduler):
-    """A scheduler whose requests come from `serve`. One per process: SGLang's process groups are global."""
+    """A scheduler whose requests come from `serve`. One at a time: SGLang's process groups are global."""
 
     def __init__(self, target: str, draft: str | None = None, **arguments: object) -> None:
         load_plugins()
@@ -117,6 +118,11 @@ class InProcessScheduler(Scheduler):
             self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size(),
             self.req_to_token_pool.available_size(),
         )
+
+    def close(self) -> None:
+        """Give up SGLang's process groups, so that another scheduler can be made."""
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
 
     def recv_requests(self) -> list[object]:
         """What arrives before this step."""
@@ -170,3 +176,4 @@ def _tokenized(name: str, request: Request) -> TokenizedGenerateReqInput:
 
 
 torch.set_num_threads(1)
+torch.Tensor.record_stream = lambda *_: None
