@@ -20,12 +20,13 @@ from pathlib import Path
 
 import fabric
 import paramiko
+from invoke.exceptions import CommandTimedOut, ThreadException
 
 from diagnostics.inventory import REPOSITORY, Host
 
 
 class HostUnreachable(Exception):
-    """The host could not be reached or did not let us in; the message says why."""
+    """The host could not be reached, did not let us in, or has nothing to answer with; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,19 @@ def _apply_alias(client: paramiko.SSHClient, settings: SshSettings) -> None:
     recorded = client._system_host_keys.lookup(settings.host_key_alias)
     for kind, key in (recorded or {}).items():
         client._system_host_keys.add(settings.key_name, kind, key)
+
+
+def execute(connection: fabric.Connection, command: str, timeout: float) -> fabric.Result:
+    """Run *command* on the host, quietly; its status is in the result.
+
+    Raises HostUnreachable when it has not ended after *timeout* seconds or the connection broke.
+    """
+    try:
+        return connection.run(command, hide=True, warn=True, in_stream=False, timeout=timeout)
+    except CommandTimedOut as error:
+        raise HostUnreachable(f"{command!r} did not end within {timeout:g} s") from error
+    except (paramiko.SSHException, OSError, EOFError, ThreadException) as error:
+        raise HostUnreachable(f"the connection broke during {command!r}: {error}") from error
 
 
 class Tunnel:
