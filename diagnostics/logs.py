@@ -20,7 +20,7 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 ARGUMENTS_MARKER = b"server_args="
 IDENTITY_MARKER = b"spec_gate identity {"
@@ -41,13 +41,33 @@ MARKERS = (
 
 _AFTER_READY = (ARGUMENTS_MARKER, TRANSITION_MARKER, SIGNAL_MARKER, EXCEPTION_MARKER)
 
-ARGUMENTS = frozenset(  # noqa: SIM905 - as a table of names it reads better
-    """
-    attention_backend context_length device disable_overlap_schedule dp_size enable_dp_attention
-    enable_multi_layer_eagle host max_running_requests model_path nnodes node_rank page_size port pp_size
-    served_model_name speculative_adaptive speculative_algorithm speculative_disable_batch_threshold
-    speculative_draft_model_path speculative_eagle_topk speculative_num_draft_tokens speculative_num_steps tp_size
-    """.split()
+ARGUMENTS = frozenset(
+    {
+        "attention_backend",
+        "context_length",
+        "device",
+        "disable_overlap_schedule",
+        "dp_size",
+        "enable_dp_attention",
+        "enable_multi_layer_eagle",
+        "host",
+        "max_running_requests",
+        "model_path",
+        "nnodes",
+        "node_rank",
+        "page_size",
+        "port",
+        "pp_size",
+        "served_model_name",
+        "speculative_adaptive",
+        "speculative_algorithm",
+        "speculative_disable_batch_threshold",
+        "speculative_draft_model_path",
+        "speculative_eagle_topk",
+        "speculative_num_draft_tokens",
+        "speculative_num_steps",
+        "tp_size",
+    }
 )
 """The server's arguments that the evidence keeps; others, API keys among them, are never copied."""
 
@@ -116,7 +136,7 @@ class LogFacts:
     truncated: bool = False
 
 
-def open_log(path: str) -> BinaryIO:
+def open_log(path: str) -> IO[bytes]:
     """Open a plain, gzip or zstd log, told apart by its first bytes and not by its name.
 
     Raises OSError when it cannot be opened; reading damaged compressed data raises OSError or EOFError.
@@ -133,7 +153,7 @@ def open_log(path: str) -> BinaryIO:
     return raw
 
 
-def parse(stream: BinaryIO, deadline: float | None = None) -> LogFacts:
+def parse(stream: IO[bytes], deadline: float | None = None) -> LogFacts:
     """Read `stream` to its end, or until `deadline` (of time.monotonic), and return its facts.
 
     Compressed data that ends early or is damaged counts up to there, and as truncated.
@@ -235,7 +255,7 @@ def _zstd_error() -> type[Exception]:
     return zstandard.ZstdError
 
 
-def _chunks(stream: BinaryIO) -> Iterator[bytes]:
+def _chunks(stream: IO[bytes]) -> Iterator[bytes]:
     # One read at a time: the next line of a live stream is not waited for while this one could be handled.
     read = getattr(stream, "read1", stream.read)
     while chunk := read(CHUNK_BYTES):

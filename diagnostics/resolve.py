@@ -14,8 +14,9 @@ import importlib.util
 import marshal
 import os
 import sys
+from collections.abc import Callable
 from types import CodeType
-from typing import Any, Callable
+from typing import Any
 
 CodeHash = Callable[[CodeType], str]
 
