@@ -1,4 +1,4 @@
-"""What a host claims to run: ``current/deployment.json``, as the deploy wrote it; the inventory may say more or less."""
+"""What a host claims to run: ``current/deployment.json``, as the deploy wrote it; the inventory may differ."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class _Lines:
 def journal(
     host: Host, on_line: Callable[[str], None], *, lines: int, pattern: str | None, follow: bool, timeout: float
 ) -> None:
-    """Hand the last *lines* lines of the running (or else the last) invocation to *on_line*; with *follow*, new ones too.
+    """Hand the last *lines* lines of the running (else the last) invocation to *on_line*; with *follow*, new ones too.
 
     *pattern* is a regular expression as journalctl's ``--grep`` takes it. Raises HostUnreachable when there is no
     journal to read.
