@@ -123,15 +123,15 @@ def connect(host: Host, timeout: float = 10.0) -> Iterator[fabric.Connection]:
     try:
         connection.open()
     except paramiko.BadHostKeyException as error:
-        raise HostUnreachable(f"{host.name}: the host key has changed since it was recorded: {error}") from error
+        raise HostUnreachable(f"the host key has changed since it was recorded: {error}") from error
     except paramiko.AuthenticationException as error:
-        raise HostUnreachable(f"{host.name}: login as {settings.user} refused: {error}") from error
+        raise HostUnreachable(f"login as {settings.user} refused: {error}") from error
     except (paramiko.SSHException, OSError, EOFError) as error:
         if "not found in known_hosts" in str(error):
             error = paramiko.SSHException(
                 f"host key unknown to {', '.join(settings.known_hosts_files)}; connect once with ssh and compare it"
             )
-        raise HostUnreachable(f"{host.name} ({settings.hostname}:{settings.port}): {error}") from error
+        raise HostUnreachable(f"{settings.hostname}:{settings.port}: {error}") from error
     try:
         yield connection
     finally:
@@ -210,9 +210,9 @@ def tunnel(host: Host, address: str, port: int, timeout: float = 10.0) -> Iterat
             deadline = time.monotonic() + timeout
             while not socket.is_socket():
                 if reason := opened.failure():
-                    raise HostUnreachable(f"{host.name}: {reason}")
+                    raise HostUnreachable(reason)
                 if time.monotonic() > deadline:
-                    raise HostUnreachable(f"{host.name}: no SSH tunnel within {timeout:g} s")
+                    raise HostUnreachable(f"no SSH tunnel within {timeout:g} s")
                 time.sleep(0.02)
             yield opened
         finally:

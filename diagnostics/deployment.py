@@ -33,11 +33,11 @@ def read_deployment(connection: fabric.Connection, host: Host, timeout: float = 
     path = host.deployment_path
     answer = execute(connection, f"cat {shlex.quote(path)}", timeout)
     if not answer.ok:
-        raise HostUnreachable(f"{host.name}: nothing is deployed: {answer.stderr.strip()}; run deploy.yml")
+        raise HostUnreachable(f"nothing is deployed: {answer.stderr.strip()}; run deploy.yml")
     try:
         document = json.loads(answer.stdout)
         if document["schema"] != SCHEMA:
-            raise HostUnreachable(f"{host.name}: {path} has schema {document['schema']!r}; this version reads {SCHEMA}")
+            raise HostUnreachable(f"{path} has schema {document['schema']!r}; this version reads {SCHEMA}")
         return Deployment(**{name: document[name] for name in Deployment.__dataclass_fields__})
     except (ValueError, KeyError, TypeError) as error:
-        raise HostUnreachable(f"{host.name}: {path} is not a deployment ({type(error).__name__}: {error})") from error
+        raise HostUnreachable(f"{path} is not a deployment ({type(error).__name__}: {error})") from error

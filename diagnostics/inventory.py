@@ -69,7 +69,7 @@ def _load(inventory: str | None) -> Any:
     from ansible.errors import AnsibleError
     from ansible.inventory.manager import InventoryManager
     from ansible.parsing.dataloader import DataLoader
-    from ansible.plugins.loader import connection_loader
+    from ansible.plugins.loader import connection_loader, init_plugin_loader
     from ansible.vars.hostvars import HostVars
     from ansible.vars.manager import VariableManager
 
@@ -81,6 +81,7 @@ def _load(inventory: str | None) -> Any:
                 f"inventory {source!r} does not exist; give an inventory file or folder with --inventory, "
                 "or make the rehearsal host with `make rehearsal`"
             )
+    init_plugin_loader()  # collections, and with them the lookups of templates
     connection_loader.get("ssh", class_only=True)  # registers the plugin's option table with Ansible's configuration
     try:
         loader = DataLoader()

@@ -41,7 +41,7 @@ def journal(
             connection, f"systemctl show {shlex.quote(host.unit)} --property=InvocationID --value", timeout
         )
         if not invocation.stdout.strip():
-            raise HostUnreachable(f"{host.name}: {host.unit} has not been started since the host's start")
+            raise HostUnreachable(f"{host.unit} has not been started since the host's start")
         identifier = invocation.stdout.strip()
         command = ["sudo", "-n", "journalctl", "--no-pager", "--quiet", "--output=short-iso", f"--lines={lines}"]
         if pattern is not None:

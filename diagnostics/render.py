@@ -235,7 +235,7 @@ def logs(entries: Sequence[Entry]) -> None:
         for line in entry.get("lines", []):
             print(line)
         for reason in entry["reasons"]:
-            print(reason, file=sys.stderr)
+            print(f"{entry['host']}: {reason}", file=sys.stderr)
 
 
 def line_printer(host: Host, hosts: int) -> Callable[[str], None]:

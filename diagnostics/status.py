@@ -60,7 +60,7 @@ def _unit(connection: fabric.Connection, host: Host, timeout: float) -> dict[str
         connection, f"systemctl show {shlex.quote(host.unit)} --property={names} && cat /proc/uptime", timeout
     )
     if not answer.ok:
-        raise HostUnreachable(f"{host.name}: systemctl show failed: {answer.stderr.strip()}")
+        raise HostUnreachable(f"systemctl show failed: {answer.stderr.strip()}")
     *lines, uptime = answer.stdout.strip().splitlines()
     unit: dict[str, Any] = dict(line.split("=", 1) for line in lines)
     started = int(unit.pop("ExecMainStartTimestampMonotonic", "0") or 0) / 1e6
