@@ -1,0 +1,104 @@
+"""The gate's arguments on SGLang's command line, and the configurations that it refuses at start.
+
+The fields on SGLang's ServerArgs have the options' names; None means that the option was not given.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from spec_gate.policy import DEFAULT_DWELL_STEPS, Settings, SettingsError
+
+# Setting of the policy: the field of ServerArgs that carries it.
+FIELDS = {
+    "threshold": "speculative_disable_batch_threshold",
+    "low_mark": "speculative_gate_low_mark",
+    "dwell_steps": "speculative_gate_dwell_steps",
+    "kv_token_threshold": "speculative_gate_kv_token_threshold",
+    "forced": "speculative_gate_force",
+}
+
+
+def option(field: str) -> str:
+    """The option of a field: "speculative_gate_force" is --speculative-gate-force."""
+    return "--" + field.replace("_", "-")
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Add the gate's options to SGLang's parser. Values are judged by `settings`, which names what is allowed."""
+    group = parser.add_argument_group("speculation gate")
+    group.add_argument(
+        option(FIELDS["threshold"]),
+        type=int,
+        metavar="N",
+        help="Switch speculation off at N running requests, and on again when load falls. 0 or absent: never.",
+    )
+    group.add_argument(
+        option(FIELDS["low_mark"]),
+        type=int,
+        metavar="N",
+        help="Switch speculation on again below N running requests. Default: three quarters of the threshold.",
+    )
+    group.add_argument(
+        option(FIELDS["dwell_steps"]),
+        type=int,
+        metavar="N",
+        help=f"Least number of decode steps between two switches. Default: {DEFAULT_DWELL_STEPS}.",
+    )
+    group.add_argument(
+        option(FIELDS["kv_token_threshold"]),
+        type=int,
+        metavar="N",
+        help="Switch speculation off at N resident KV tokens of the running requests as well. 0 or absent: never.",
+    )
+    group.add_argument(
+        option(FIELDS["forced"]),
+        choices=["open", "closed"],
+        help="Hold speculation on (open) or off (closed) whatever the load, for measurements.",
+    )
+
+
+def settings(server_args: Any) -> Settings:
+    """The policy's settings from SGLang's arguments. Raises SettingsError, in the options' names."""
+    given = {name: getattr(server_args, field) for name, field in FIELDS.items()}
+    try:
+        return Settings(**{name: value for name, value in given.items() if value is not None})
+    except SettingsError as error:
+        name = str(error).split(" ", 1)[0]
+        raise SettingsError(f"{option(FIELDS[name])}: {error}") from None
+
+
+def check(server_args: Any) -> None:
+    """Refuse what the gate cannot serve or has not been tried with: raises SettingsError, in one sentence.
+
+    To be called when SGLang has chosen the overlap schedule, and before it drops an adaptive speculation it cannot do.
+    Without a threshold every configuration passes: the gate is off.
+    """
+    threshold = settings(server_args).threshold
+    if threshold == 0:
+        return
+    gate = f"{option(FIELDS['threshold'])} {threshold}"
+    algorithm = server_args.speculative_algorithm
+    if algorithm not in ("EAGLE", "EAGLE3"):
+        raise SettingsError(
+            f"{gate} needs --speculative-algorithm EAGLE or EAGLE3, given is {algorithm}: choose one of these or leave "
+            "the threshold out"
+        )
+    refused = {
+        "--enable-dp-attention": server_args.enable_dp_attention,
+        f"--pp-size {server_args.pp_size}": server_args.pp_size > 1,
+        "--enable-multi-layer-eagle": server_args.enable_multi_layer_eagle,
+        "--enable-two-batch-overlap": server_args.enable_two_batch_overlap,
+        f"--disaggregation-mode {server_args.disaggregation_mode}": server_args.disaggregation_mode != "null",
+        "--enable-pdmux": server_args.enable_pdmux,
+        "--speculative-adaptive": server_args.speculative_adaptive,
+    }
+    for what, present in refused.items():
+        if present:
+            raise SettingsError(f"{gate} does not work with {what}: leave one of the two out")
+    if not server_args.disable_overlap_schedule:
+        raise SettingsError(
+            f"{gate} works with EAGLEWorker only, and these arguments choose EAGLEWorkerV2: give "
+            "--speculative-eagle-topk above 1 or --disable-overlap-schedule, or leave the threshold out"
+        )
