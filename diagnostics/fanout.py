@@ -25,7 +25,7 @@ def on_each(hosts: Sequence[Host], work: Callable[[Host], Entry]) -> list[Entry]
         try:
             entries[host.name] = {"host": host.name, **work(host)}
         except HostUnreachable as error:
-            entries[host.name] = {"host": host.name, "ok": False, "reasons": [str(error)], "reached": False}
+            entries[host.name] = {"host": host.name, "ok": False, "reasons": [str(error)]}
         except BaseException as error:
             bugs.append(error)
 
