@@ -141,7 +141,9 @@ def collect(request: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
     }
     modules = sorted({*request["modules"], *(file["module"] for file in (manifest or {}).get("files", []))})
     document["interpreter"] = interpreter(main, modules, sources, request["timeout"], problems) if main else None
-    document["rank_files"] = rank_files(main, deployment, problems)
+    runtime = runtime_directory(main, deployment)
+    document["rank_files"] = rank_files(runtime, main, problems)
+    document["started_from"] = started_from(runtime, main, problems)
     document["log"] = read_log(unit, main, request["timeout"], problems)
     argv = main.argv if main is not None else []
     address, port = endpoint(argv, deployment or {})
@@ -487,19 +489,35 @@ def python_start(argv: list[str], cwd: str) -> tuple[list[str], str | None]:
 # What the server says
 
 
-def rank_files(main: Process | None, deployment: dict[str, Any] | None, problems: Problems) -> list[dict[str, Any]]:
-    """The status files that the ranks keep, as they are: old ones of ended processes too."""
-    folder = (deployment or {}).get("runtime_directory")
+def runtime_directory(main: Process | None, deployment: dict[str, Any] | None) -> str | None:
+    """The folder in which the ranks keep their status files, by the same rule as the gate's."""
     if main is not None:
         with contextlib.suppress(OSError):
             environment = environment_of(main.pid)
             given = environment.get("RUNTIME_DIRECTORY", "").split(":")[0]
-            folder = given or environment.get("SPEC_GATE_RUNTIME_DIRECTORY") or folder
-    if not folder:
+            if given or "SPEC_GATE_RUNTIME_DIRECTORY" in environment:
+                return given or environment["SPEC_GATE_RUNTIME_DIRECTORY"]
+    return (deployment or {}).get("runtime_directory")
+
+
+def as_seen_by(main: Process | None, path: str) -> str:
+    """The path by which the collector reaches a file that a process calls `path`."""
+    return f"/proc/{main.pid}/root{path}" if main is not None and os.geteuid() == 0 else path
+
+
+def started_from(folder: str | None, main: Process | None, problems: Problems) -> str | None:
+    """The id of the deployment that this start came from; `current` may have been switched since."""
+    if folder is None:
+        return None
+    document = read_json(as_seen_by(main, os.path.join(folder, "deployment.json")), problems, missing_is_problem=False)
+    return (document or {}).get("id")
+
+
+def rank_files(folder: str | None, main: Process | None, problems: Problems) -> list[dict[str, Any]]:
+    """The status files that the ranks keep, as they are: old ones of ended processes too."""
+    if folder is None:
         return []
-    within = folder
-    if main is not None and os.geteuid() == 0:
-        within = f"/proc/{main.pid}/root{folder}"
+    within = as_seen_by(main, folder)
     found: list[dict[str, Any]] = []
     try:
         names = sorted(os.listdir(within))
