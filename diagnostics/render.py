@@ -20,7 +20,8 @@ from diagnostics.traffic import OUTCOMES, PERCENTILES, Result
 PIPED_WIDTH = 120
 
 
-def _console() -> Console:
+def make_console() -> Console:
+    """A console on standard output."""
     # In a file or a pipe rich would take 80 columns and cut the tables.
     return Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, markup=False, highlight=False)
 
@@ -48,7 +49,7 @@ def _facts(title: str, rows: Iterable[tuple[str, object]]) -> Table:
 
 def smoke(entries: Sequence[Entry]) -> None:
     """Show what was sent and what came back."""
-    console = _console()
+    console = make_console()
     _outcome(console, "Smoke test", entries)
     for entry in entries:
         if not entry.get("sent"):
@@ -104,7 +105,7 @@ class Progress:
 
 def load(entries: Sequence[Entry]) -> None:
     """Show counts, throughput, latencies by kind of prompt, and the gate."""
-    console = _console()
+    console = make_console()
     measured = [entry for entry in entries if entry.get("requests")]
     answered = sum(entry["requests"]["answered"] for entry in measured)
     sent = sum(entry["requests"]["sent"] for entry in measured)
@@ -177,7 +178,7 @@ def _accept_length(length: float | None) -> str | None:
 
 def status(entries: Sequence[Entry]) -> None:
     """Show one row a host, and one a GPU."""
-    console = _console()
+    console = make_console()
     _outcome(console, "Status check", entries)
     table = Table()
     for name in (

@@ -18,7 +18,7 @@ import fabric
 from invoke.exceptions import Exit
 
 from diagnostics import prompts as prompt_files
-from diagnostics import render
+from diagnostics import render, verdict, verify
 from diagnostics.connect import connect, tunnel
 from diagnostics.deployment import read_deployment
 from diagnostics.fanout import Entry, on_each
@@ -226,3 +226,41 @@ def logs(
         return {"ok": True, "reasons": [], "lines": seen}
 
     finish("specgate.logs/1", on_each(hosts, work), json, render.logs)
+
+
+@diagnostic_task(
+    verdict.SCHEMA,
+    save="folder to write the evidence to, one file per host",
+    evidence="judge the evidence in this folder (written by --save) and no host",
+    log="judge this log alone (plain, gzip or zstd): it can refute, but never prove",
+    timeout="seconds that a host may take (default 60)",
+)
+def verify_worker(
+    context: fabric.Connection,
+    *,
+    save: str | None = None,
+    evidence: str | None = None,
+    log: str | None = None,
+    timeout: str = "60",
+    limit: str | None = None,
+    inventory: str | None = None,
+    json: bool = False,
+) -> None:
+    """Prove that the serving processes run the patched file, in the worker that the configuration selects.
+
+    Exit status: 0 proved, 1 refuted, 3 unknown, 2 wrong use.
+    """
+    if sum(given is not None for given in (save, evidence, log)) > 1:
+        raise UsageError("allowed is one of --save, --evidence and --log: with the last two no host is asked")
+    seconds = number("timeout", timeout, minimum=1, unit="seconds")
+    if log is not None:
+        verdicts = verify.from_log(Path(log))
+    elif evidence is not None:
+        verdicts = verify.from_folder(Path(evidence))
+    else:
+        verdicts = verify.from_hosts(load_hosts(inventory, limit), seconds, Path(save) if save is not None else None)
+    if json:
+        print_json(verdict.document(verdicts))
+    else:
+        verify.show(verdicts)
+    raise Exit(code=verify.exit_status(verdicts))

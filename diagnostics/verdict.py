@@ -174,12 +174,6 @@ def _log_links(facts: LogFacts, source: str, reference: Sequence[Mapping[str, An
         )
         yield Link("log", "a start of SGLang", seen, source, "unknown", reason)
         return
-    if start.crashes:
-        reason = f"the server crashed ({start.crashes[-1]}): read the log before the crash, then start it again"
-        yield Link("serving", "alive", "crashed", source, "refuted", reason)
-    elif start.stop_signals:
-        reason = f"this server was stopped ({start.stop_signals[-1]}): it serves no longer"
-        yield Link("serving", "alive", start.stop_signals[-1], source, "refuted", reason)
     chosen: str | None = None
     if not start.arguments_complete:
         seen = "cut" if start.arguments else "absent"
@@ -198,6 +192,12 @@ def _log_links(facts: LogFacts, source: str, reference: Sequence[Mapping[str, An
             return
         yield Link("worker", chosen, f"selected by {why}", source, "proved")
     yield from _log_identity_links(start, chosen, source, reference)
+    if start.crashes:
+        reason = f"the server crashed ({start.crashes[-1]}): read the log before the crash, then start it again"
+        yield Link("serving", "alive", "crashed", source, "refuted", reason)
+    elif start.stop_signals:
+        reason = f"this server was stopped ({start.stop_signals[-1]}): it serves no longer"
+        yield Link("serving", "alive", start.stop_signals[-1], source, "refuted", reason)
 
 
 def _log_identity_links(
