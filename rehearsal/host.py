@@ -41,7 +41,7 @@ class RehearsalDirectory:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """One command at a time; a command that was killed leaves no lock."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        machine.make_directory(self.path)
         self.disks.mkdir(mode=0o700, exist_ok=True)
         with (self.path / "lock").open("w") as lock:
             try:
@@ -66,6 +66,7 @@ class RehearsalDirectory:
             self._make_key()
             registries = settings.read()
             subnet = self.network.up(registries.ports())
+            self.network.warn_of_other_filters()
             for host in down:
                 host.boot(subnet, registries)
         self.write_ssh_files()
@@ -83,14 +84,16 @@ class RehearsalDirectory:
             self.network.down()
 
     def _make_key(self) -> None:
-        if not self.key.exists():
-            unfinished = self.key.with_suffix(".unfinished")
-            for leftover in (unfinished, unfinished.with_suffix(".unfinished.pub")):
-                leftover.unlink(missing_ok=True)
-            command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "rehearsal", "-f", str(unfinished)]
-            run(command, what="making the SSH key", stdin=subprocess.DEVNULL)
-            unfinished.with_suffix(".unfinished.pub").replace(self.public_key)
-            unfinished.replace(self.key)
+        """Make the person's key; it counts as made once its public half has its name."""
+        if self.public_key.exists():
+            return
+        unfinished = self.path / "unfinished"
+        for file in (unfinished, unfinished.with_suffix(".pub")):
+            file.unlink(missing_ok=True)
+        run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(unfinished)], what="making the SSH key")
+        for file, name in ((unfinished, self.key), (unfinished.with_suffix(".pub"), self.public_key)):
+            machine.give_to_user(file)
+            file.replace(name)
 
     @property
     def public_key(self) -> Path:
@@ -118,11 +121,8 @@ class RehearsalDirectory:
         for path, lines in ((self.ssh_config, config), (self.known_hosts, known)):
             unfinished = path.with_suffix(".unfinished")
             unfinished.write_text("\n".join(lines))
+            machine.give_to_user(unfinished)
             unfinished.replace(path)
-        # With sudo the files are root's, but it is the person who logs in with them.
-        for path in (self.path, self.ssh_config, self.known_hosts, self.key, self.public_key):
-            if path.exists():
-                os.chown(path, *machine.invoking_user())
 
 
 class Host:
@@ -155,10 +155,10 @@ class Host:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         command = ["tar", "--extract", "--numeric-owner", "--xattrs", "--xattrs-include=*"]
-        run([*command, f"--file={tar}", f"--directory={unfinished}"], what=f"unpacking {tar}", stdin=subprocess.DEVNULL)
+        run([*command, f"--file={tar}", f"--directory={unfinished}"], what=f"unpacking {tar}")
         host_key = unfinished / "etc/ssh/ssh_host_ed25519_key"
         command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", self.name, "-f", str(host_key)]
-        run(command, what="making the host's SSH key", stdin=subprocess.DEVNULL)
+        run(command, what="making the host's SSH key")
         unfinished.rename(self.root)
 
     def boot(self, subnet: IPv4Network, registries: settings.RegistrySettings) -> None:

@@ -3,7 +3,6 @@
 import fcntl
 import hashlib
 import os
-import subprocess
 import time
 from pathlib import Path
 
@@ -24,13 +23,13 @@ def cache_directory() -> Path:
 
 
 def sources() -> list[str]:
-    """The machine's own `deb` lines for its distribution, as apt sees them, whatever files and mirrors they come from."""
+    """The machine's own `deb` lines for its distribution, as apt sees them, whatever files they come from."""
     identity, _suite = machine.distribution()
     line_format = "$(ORIGIN) deb $(REPO_URI) $(RELEASE) $(COMPONENT)"
     command = ["apt-get", "indextargets", "--format", line_format, "Created-By: Packages"]
     for update in (False, True):
         if update:  # a new machine has no package lists yet
-            machine.run(["apt-get", "update"], what="fetching the package lists", stdin=subprocess.DEVNULL)
+            machine.run(["apt-get", "update"], what="fetching the package lists")
         lines = machine.run(command, what="asking apt for its package sources").splitlines()
         own = sorted({line.split(" ", 1)[1] for line in lines if line.lower().startswith(f"{identity} ")})
         if own:
@@ -52,7 +51,7 @@ def ensure() -> Path:
     ingredients = [suite, *PACKAGES, *deb_lines, *options, CUSTOMIZE.read_text()]
     key = hashlib.sha256("\n".join(ingredients).encode()).hexdigest()[:12]
     cache = cache_directory()
-    cache.mkdir(parents=True, exist_ok=True)
+    machine.make_directory(cache)
     image = cache / f"image-{suite}-{key}.tar"
     with (cache / "image.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -73,5 +72,6 @@ def build(image: Path, suite: str, deb_lines: list[str], options: list[str]) -> 
         f"--include={','.join(PACKAGES)}", *(f"--aptopt={option}" for option in options),
         f"--customize-hook={CUSTOMIZE}", suite, str(unfinished), "-",
     ]  # fmt: skip
-    machine.run(command, what="making the image of the rehearsal host", input="\n".join(deb_lines))
+    machine.run(command, what="making the image", input="\n".join(deb_lines))
+    machine.give_to_user(unfinished)
     unfinished.replace(image)

@@ -15,7 +15,7 @@ TOOLS = {
     "ip": "iproute2",
     "ssh-keygen": "openssh-client",
 }
-CPUS = {"x86_64"}  # the CPU engine's wheels
+PROCESSORS = {"x86_64"}  # those for which files/locks pins packages
 GIB = 2**30
 
 
@@ -23,9 +23,10 @@ class Unsuitable(Exception):
     """A rehearsal host cannot run here; the message says why, and what to do about it."""
 
 
-def run(command: Sequence[str], *, what: str, **options: object) -> str:
+def run(command: Sequence[str], *, what: str, input: str = "") -> str:
     """Run `command` and return its standard output; `Unsuitable` with `what` and its last words when it fails."""
-    done = subprocess.run(command, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)  # type: ignore[call-overload]
+    environment = os.environ | {"LC_ALL": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive"}
+    done = subprocess.run(command, check=False, text=True, capture_output=True, input=input, env=environment)
     if done.returncode:
         words = "\n".join((done.stderr or done.stdout).strip().splitlines()[-15:])
         raise Unsuitable(f"{what} failed ({' '.join(command[:4])}, exit status {done.returncode}):\n{words}")
@@ -38,15 +39,15 @@ def distribution() -> tuple[str, str]:
     identity, suite = release.get("ID", ""), release.get("VERSION_CODENAME", "")
     if identity not in {"debian", "ubuntu"} or not suite:
         raise Unsuitable(
-            f"the image of a rehearsal host is made from the machine's own distribution, which must be Debian or Ubuntu; "
-            f"this is {release.get('PRETTY_NAME', identity)}. Use a Debian 12 or Ubuntu machine or virtual machine."
+            f"the image of a rehearsal host is made from the machine's own distribution, which must be Debian or "
+            f"Ubuntu; this is {release.get('PRETTY_NAME', identity)}. Use a Debian 12 or Ubuntu machine."
         )
     return identity, suite
 
 
 def check_processor() -> None:
-    if platform.machine() not in CPUS:
-        raise Unsuitable(f"rehearsal hosts run on {', '.join(CPUS)}; this machine is {platform.machine()}")
+    if platform.machine() not in PROCESSORS:
+        raise Unsuitable(f"rehearsal hosts run on {', '.join(PROCESSORS)}; this machine is {platform.machine()}")
 
 
 def check_memory(need: float) -> None:
@@ -76,13 +77,19 @@ def install_tools() -> None:
     if not missing:
         return
     print(f"rehearsal: installing {' '.join(missing)}", flush=True)
-    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     what = f"installing {' '.join(missing)}, which rehearsal hosts need,"
-    run(["apt-get", "update"], what=what, stdin=subprocess.DEVNULL, env=environment)
-    install = ["apt-get", "install", "--yes", "--no-install-recommends", *missing]
-    run(install, what=what, stdin=subprocess.DEVNULL, env=environment)
+    run(["apt-get", "update"], what=what)
+    run(["apt-get", "install", "--yes", "--no-install-recommends", *missing], what=what)
 
 
-def invoking_user() -> tuple[int, int]:
-    """User and group id of the person: who called sudo, if somebody did."""
-    return int(os.environ.get("SUDO_UID", os.geteuid())), int(os.environ.get("SUDO_GID", os.getegid()))
+def give_to_user(path: Path) -> None:
+    """Make `path` the person's who called sudo, if somebody did."""
+    os.chown(path, int(os.environ.get("SUDO_UID", os.geteuid())), int(os.environ.get("SUDO_GID", os.getegid())))
+
+
+def make_directory(path: Path) -> None:
+    """Make `path` and what is missing above it, for the person."""
+    if not path.is_dir():
+        make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+        give_to_user(path)

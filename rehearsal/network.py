@@ -2,17 +2,17 @@
 
 import fcntl
 import hashlib
-import ipaddress
 import json
-import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from ipaddress import IPv4Network
 from pathlib import Path
+from typing import Any
 
 from rehearsal.machine import Unsuitable, run
 
 # RFC 2544 sets this range aside for tests between networks: no site routes it.
-RANGE = ipaddress.ip_network("198.18.0.0/15")
+RANGE = IPv4Network("198.18.0.0/15")
 PREFIX = "rh-"
 FORWARDING = Path("/run/specgate-forwarding")  # the interfaces on which forwarding was switched on here
 INTERFACES = Path("/proc/sys/net/ipv4/conf")
@@ -31,16 +31,13 @@ class Network:
     def is_up(self) -> bool:
         return Path("/sys/class/net", self.bridge).exists()
 
-    def subnet(self) -> ipaddress.IPv4Network:
-        """The subnet of the bridge; before there is a bridge, the first free one from a start that the path decides."""
-        taken = []
-        for route in _ip("-4", "route", "show", "table", "all"):
-            if route["dst"] == "default" or route.get("type") in {"local", "broadcast"}:
-                continue
-            destination = ipaddress.ip_network(route["dst"])
-            if route.get("dev") == self.bridge:
-                return ipaddress.IPv4Network(destination)
-            taken.append(destination)
+    def subnet(self) -> IPv4Network:
+        """The subnet of the bridge; before there is one, the first free subnet from a start that the path decides."""
+        if self.is_up:
+            for address in _ip("-4", "address", "show", "dev", self.bridge)[0]["addr_info"]:
+                return IPv4Network(f"{address['local']}/{address['prefixlen']}", strict=False)
+        routes = _ip("-4", "route", "show", "table", "all")
+        taken = [IPv4Network(route["dst"]) for route in routes if route["dst"] != "default"]
         choices = list(RANGE.subnets(new_prefix=24))
         start = self._first_choice % len(choices)
         for subnet in choices[start:] + choices[:start]:
@@ -48,37 +45,37 @@ class Network:
                 return subnet
         raise Unsuitable(f"no free network in {RANGE}: this machine routes all of it (ip route)")
 
-    def up(self, further_ports: Iterable[int] = ()) -> ipaddress.IPv4Network:
-        """Make the network, unless it is there; `further_ports` are let out besides 53, 80 and 443."""
+    def up(self, further_ports: Iterable[int] = ()) -> IPv4Network:
+        """Make the network, or what is missing of it; `further_ports` are let out besides 53, 80 and 443."""
         with _lock():
             subnet = self.subnet()
             if not self.is_up:
-                # Less preferred than the bridge's own route: when the bridge goes, nothing meant for a host leaves the
-                # machine by the default route.
-                _change("route", "replace", "unreachable", str(subnet), "metric", "4000")
                 _change("link", "add", self.bridge, "type", "bridge")
-                _change("address", "add", f"{subnet[1]}/{subnet.prefixlen}", "dev", self.bridge)
-                _change("link", "set", self.bridge, "up")
+            _change("address", "replace", f"{subnet[1]}/{subnet.prefixlen}", "dev", self.bridge)
+            _change("link", "set", self.bridge, "up")
+            # Less preferred than the bridge's own route: when the bridge goes, nothing meant for a host leaves the
+            # machine by the default route.
+            _change("route", "replace", "unreachable", str(subnet), "metric", "4000")
             self._filter(subnet, further_ports)
             self._forward()
         return subnet
 
     def down(self) -> None:
-        """Remove every trace of the network."""
+        """Remove every trace of the network, the bridge last: while it is there, there is something to remove."""
         if not self.is_up:
             return
         with _lock():
-            subnet = self.subnet()
-            _change("link", "delete", self.bridge)
-            _change("route", "delete", "unreachable", str(subnet), "metric", "4000")
+            # `flush`, because systemd-networkd may have removed this route that it does not know.
+            _change("route", "flush", "exact", str(self.subnet()), "type", "unreachable")
             run(["nft", "--file", "-"], what="removing the packet filter", input=self._no_filter())
             self._stop_forwarding()
+            _change("link", "delete", self.bridge)
 
     def _no_filter(self) -> str:
         # `table` first, because deleting what is not there is an error.
         return f"table ip {self.bridge}\ndelete table ip {self.bridge}\n"
 
-    def _filter(self, subnet: ipaddress.IPv4Network, further_ports: Iterable[int]) -> None:
+    def _filter(self, subnet: IPv4Network, further_ports: Iterable[int]) -> None:
         ports = ", ".join(str(port) for port in sorted({80, 443, *further_ports}))
         rules = f"""
             table ip {self.bridge} {{
@@ -97,6 +94,24 @@ class Network:
         """
         run(["nft", "--file", "-"], what="setting the packet filter", input=self._no_filter() + rules)
 
+    def warn_of_other_filters(self) -> None:
+        """Say so when the machine has a packet filter that may drop what the hosts send, whatever ours allows."""
+        rules = json.loads(run(["nft", "--json", "list", "chains"], what="asking for the machine's packet filters"))
+        chains = [entry["chain"] for entry in rules["nftables"] if "chain" in entry]
+        dropping = [
+            f"{chain['family']} {chain['table']} {chain['name']}"
+            for chain in chains
+            if chain.get("hook") == "forward" and chain.get("policy") == "drop" and chain["family"] in {"ip", "inet"}
+        ]
+        if dropping:
+            print(
+                f"rehearsal: this machine drops what it forwards unless a rule allows it (nft list chain "
+                f"{dropping[0]}). If the hosts cannot reach the package registries, allow what comes from and goes to "
+                f"{self.bridge}; with Docker: iptables -I DOCKER-USER -i {self.bridge} -j ACCEPT; "
+                f"iptables -I DOCKER-USER -o {self.bridge} -j ACCEPT",
+                flush=True,
+            )
+
     def _forward(self) -> None:
         """Let packets pass between the bridge and the interfaces that have routes.
 
@@ -114,8 +129,8 @@ class Network:
         FORWARDING.write_text("\n".join(sorted(changed)))
 
     def _stop_forwarding(self) -> None:
-        others = [path for path in Path("/sys/class/net").iterdir() if path.name.startswith(PREFIX)]
-        if others or not FORWARDING.exists():
+        bridges = {path.name for path in Path("/sys/class/net").iterdir() if path.name.startswith(PREFIX)}
+        if bridges != {self.bridge} or not FORWARDING.exists():
             return
         if (INTERFACES / "all/forwarding").read_text().strip() == "0":
             for device in FORWARDING.read_text().split():
@@ -133,10 +148,10 @@ def _lock() -> Iterator[None]:
         yield
 
 
-def _ip(*arguments: str) -> list[dict[str, str]]:
-    output = run(["ip", "-json", *arguments], what="asking for the machine's routes")
+def _ip(*arguments: str) -> list[dict[str, Any]]:
+    output = run(["ip", "-json", *arguments], what="asking for the machine's network")
     return list(json.loads(output or "[]"))
 
 
 def _change(*arguments: str) -> None:
-    run(["ip", *arguments], what="setting up the hosts' network", stdin=subprocess.DEVNULL)
+    run(["ip", *arguments], what="setting up the hosts' network")

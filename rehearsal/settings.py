@@ -76,7 +76,7 @@ def pip_settings() -> dict[str, str]:
 
 
 def copy_certificates(root: Path) -> None:
-    """Give the host below `root` the certificate authorities that this machine trusts, with those of its proxy if any."""
+    """Give the host below `root` the certificate authorities that this machine trusts, those of a proxy included."""
     bundle = Path(os.environ.get("SSL_CERT_FILE") or CERTIFICATES)
     if bundle.is_file():
         shutil.copyfile(bundle, root / CERTIFICATES.relative_to("/"))

@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from rehearsal.machine import run
 
@@ -24,7 +25,7 @@ class Supervisor(ABC):
     """Starts and stops the systemd-nspawn of one host."""
 
     # As Debian and Ubuntu have it on hardware: /tmp on the disk, cgroup v2 alone.
-    environment = {"SYSTEMD_NSPAWN_TMPFS_TMP": "0", "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1"}
+    environment: ClassVar = {"SYSTEMD_NSPAWN_TMPFS_TMP": "0", "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1"}
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
@@ -63,14 +64,14 @@ class TransientUnit(Supervisor):
         command = ["systemd-run", "--quiet", "--collect", f"--unit={self.unit}", "--slice=machine.slice"]
         command += [f"--property={line}" for line in properties]
         command += [f"--setenv={name}={value}" for name, value in self.environment.items()]
-        run([*command, "--", *nspawn], what="starting the host", stdin=subprocess.DEVNULL)
+        run([*command, "--", *nspawn], what="starting the host")
 
     def is_running(self) -> bool:
         return subprocess.run(["systemctl", "--quiet", "is-active", self.unit], check=False).returncode == 0
 
     def stop(self) -> None:
         if self.is_running():
-            run(["systemctl", "stop", self.unit], what="shutting the host down", stdin=subprocess.DEVNULL)
+            run(["systemctl", "stop", self.unit], what="shutting the host down")
 
     def clear(self) -> None:
         # Also ends what a killed systemd-nspawn left in the unit's control group.
