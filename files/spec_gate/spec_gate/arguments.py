@@ -20,6 +20,10 @@ FIELDS = {
 }
 
 
+class ArgumentError(ValueError):
+    """SGLang's arguments are not what the gate can serve. The message is one sentence that ends in what to do."""
+
+
 def option(field: str) -> str:
     """The option of a field: "speculative_gate_force" is --speculative-gate-force."""
     return "--" + field.replace("_", "-")
@@ -60,17 +64,16 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def settings(server_args: Any) -> Settings:
-    """The policy's settings from SGLang's arguments. Raises SettingsError, in the options' names."""
+    """The policy's settings from SGLang's arguments. Raises ArgumentError when a value is not allowed."""
     given = {name: getattr(server_args, field) for name, field in FIELDS.items()}
     try:
         return Settings(**{name: value for name, value in given.items() if value is not None})
     except SettingsError as error:
-        name = str(error).split(" ", 1)[0]
-        raise SettingsError(f"{option(FIELDS[name])}: {error}") from None
+        raise ArgumentError(f"{option(FIELDS[error.setting])} {error.message}") from None
 
 
 def check(server_args: Any) -> None:
-    """Refuse what the gate cannot serve or has not been tried with: raises SettingsError, in one sentence.
+    """Refuse what the gate cannot serve or has not been tried with: raises ArgumentError.
 
     To be called when SGLang has chosen the overlap schedule, and before it drops an adaptive speculation it cannot do.
     Without a threshold every configuration passes: the gate is off.
@@ -81,7 +84,7 @@ def check(server_args: Any) -> None:
     gate = f"{option(FIELDS['threshold'])} {threshold}"
     algorithm = server_args.speculative_algorithm
     if algorithm not in ("EAGLE", "EAGLE3"):
-        raise SettingsError(
+        raise ArgumentError(
             f"{gate} needs --speculative-algorithm EAGLE or EAGLE3, given is {algorithm}: choose one of these or leave "
             "the threshold out"
         )
@@ -96,9 +99,9 @@ def check(server_args: Any) -> None:
     }
     for what, present in refused.items():
         if present:
-            raise SettingsError(f"{gate} does not work with {what}: leave one of the two out")
+            raise ArgumentError(f"{gate} does not work with {what}: leave one of the two out")
     if not server_args.disable_overlap_schedule:
-        raise SettingsError(
+        raise ArgumentError(
             f"{gate} works with EAGLEWorker only, and these arguments choose EAGLEWorkerV2: give "
             "--speculative-eagle-topk above 1 or --disable-overlap-schedule, or leave the threshold out"
         )
