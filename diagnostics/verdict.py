@@ -22,7 +22,7 @@ SCHEMA = "specgate.verdict/1"
 DEPLOYMENT_SCHEMA = "specgate.deployment/1"
 IDENTITY_SCHEMA = "spec_gate.identity/1"
 
-State = Literal["proved", "refuted", "unknown", "not applicable"]
+State = Literal["proved", "refuted", "unknown", "consistent", "not applicable"]
 
 WORKER_MODULES = {
     "EAGLEWorker": "sglang.srt.speculative.eagle_worker",
@@ -44,7 +44,10 @@ NOT_ESSENTIAL = ("the owners of GPU memory",)
 
 @dataclass(frozen=True)
 class Link:
-    """One link of the chain. `reason` says in one sentence what is wrong and what to do, unless it is proved."""
+    """One link of the chain. Where it is refuted or unknown, `reason` says what is wrong and what to do, in a sentence.
+
+    "consistent" is the best that a link can be that rests on a log alone.
+    """
 
     name: str
     claimed: str
@@ -56,7 +59,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict about one host. `worker` is the class that the ranks themselves say they run, or None."""
+    """The verdict about one host.
+
+    `worker` is the class that the ranks say they run, else the one that the server's arguments select, else None.
+    """
 
     host: str
     verdict: Literal["proved", "refuted", "unknown"]
@@ -95,8 +101,18 @@ def judge(evidence: Mapping[str, Any]) -> Verdict:
     if evidence.get("error"):
         return Verdict(host, "unknown", f"the host could not be examined: {evidence['error']}")
     case = _Case(evidence)
+    try:
+        return _judge(case)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        # What a service writes into its files and answers can have any shape.
+        reason = f"the evidence is not of the expected shape ({type(error).__name__}: {error}): update this checkout"
+        return Verdict(host, "unknown", reason)
+
+
+def _judge(case: _Case) -> Verdict:
+    host = case.evidence["host"]
     links = tuple(link for examine in _CHAIN for link in examine(case))
-    worker = case.worker_seen
+    worker = case.worker_seen or case.worker_selected
     for state in ("refuted", "unknown"):
         reason = next((link.reason for link in links if link.state == state), None)
         if reason is not None:
@@ -151,6 +167,7 @@ def judge_log(facts: LogFacts, source: str, reference: Sequence[Mapping[str, Any
     worker = None
     if facts.current is not None:
         worker = next((identity.get("worker") for identity in facts.current.identities), None)
+        worker = worker or _selected_in_log(facts.current)[0]
     notes = tuple(_log_notes(facts))
     for state in ("refuted", "unknown"):
         reason = next((link.reason for link in links if link.state == state), None)
@@ -158,6 +175,14 @@ def judge_log(facts: LogFacts, source: str, reference: Sequence[Mapping[str, Any
             return Verdict(source, state, reason, worker, links, notes)
     reason = "the log agrees with a patched server, but a log can be forged: examine the host with fab verify-worker"
     return Verdict(source, "unknown", reason, worker, links, notes)
+
+
+def _selected_in_log(start: Start) -> tuple[str | None, str]:
+    if not start.arguments_complete or "speculative_algorithm" not in start.arguments:
+        return None, "the arguments are not in the log"
+    if start.arguments_form == "dict":  # printed so by releases that have only the V2 workers
+        return selected_worker(start.arguments, ".".join(map(str, ONLY_V2_SINCE)))[0], "this SGLang has no other"
+    return selected_worker({"disable_overlap_schedule": False, **start.arguments})
 
 
 def _log_links(facts: LogFacts, source: str, reference: Sequence[Mapping[str, Any]]) -> Iterator[Link]:
@@ -182,15 +207,12 @@ def _log_links(facts: LogFacts, source: str, reference: Sequence[Mapping[str, An
         )
         yield Link("arguments", "server_args=", seen, source, "unknown", reason)
     else:
-        version = None if start.arguments_form == "call" else ".".join(map(str, ONLY_V2_SINCE))
-        chosen, why = selected_worker({"disable_overlap_schedule": None, **start.arguments}, version)
-        if version is not None:
-            why = "this SGLang has no other"
+        chosen, why = _selected_in_log(start)
         if chosen is None:
             reason = "this server runs without speculative decoding: there is no worker to patch"
             yield Link("worker", "a speculative worker", "none", source, "refuted", reason)
             return
-        yield Link("worker", chosen, f"selected by {why}", source, "proved")
+        yield Link("worker", chosen, f"selected: {why}", source, "consistent")
     yield from _log_identity_links(start, chosen, source, reference)
     if start.crashes:
         reason = f"the server crashed ({start.crashes[-1]}): read the log before the crash, then start it again"
@@ -215,10 +237,8 @@ def _log_identity_links(
             reason = "an identity line is torn: take the log from the journal of the unit"
         elif start.ready and start.arguments_complete:
             state = "refuted"
-            prefix = "no rank loaded" if not seen else f"{who} loaded"
-            reason = (
-                f"{prefix} the patched files before the server was ready: deploy with the patch, or restart the service"
-            )
+            prefix = f"this server runs {chosen}, but no rank loaded" if not seen else f"{who} loaded"
+            reason = f"{prefix} the patched files before it was ready: deploy with the patch, or restart the service"
         else:
             state = "unknown"
             reason = "the server had not finished starting when this log ended: give a later log"
@@ -374,6 +394,15 @@ class _Case:
         """The worker class that the ranks say they run, if they agree."""
         found = {identity.get("worker") for identity, _, _ in self.identities.values()}
         return found.pop() if len(found) == 1 else None
+
+    @property
+    def worker_selected(self) -> str | None:
+        """The worker class that the server's arguments select, as far as they are known."""
+        if self.arguments is None or not {"speculative_algorithm", "disable_overlap_schedule"} <= set(
+            self.arguments[0]
+        ):
+            return None
+        return selected_worker(self.arguments[0], self.version)[0]
 
     @cached_property
     def threshold_seen(self) -> Any:
@@ -681,7 +710,7 @@ def _files(case: _Case) -> Iterator[Link]:
         elif claimed_path is not None and os.path.normpath(path) != os.path.normpath(claimed_path):
             reason = (
                 f"the patched file is {claimed_path}, but the serving interpreter imports {path} "
-                f"({_why_first(case, path)}): remove that copy, or take it off the path, and restart"
+                f"({_why_first(case, path, file['path'])}): remove that copy, or take it off the path, and restart"
             )
             yield Link(*link, "refuted", reason)
         elif digest is None:
@@ -704,23 +733,22 @@ def _stale_compiled(found: Mapping[str, Any]) -> bool:
     return bool(compiled and compiled.get("used") and compiled.get("code_sha256") != found.get("source_code_sha256"))
 
 
-def _why_first(case: _Case, path: str) -> str:
-    """Where the entry of sys.path comes from that `path` was found below."""
+def _why_first(case: _Case, path: str, relative: str) -> str:
+    """Where the entry of sys.path comes from below which `path` was found."""
     interpreter = case.interpreter or {}
-    entries = [entry for entry in interpreter.get("path", []) if entry and path.startswith(entry.rstrip("/") + "/")]
+    entry = path.removesuffix(relative).rstrip("/") or "/"
     environment = (case.main or {}).get("environment") or {}
-    if not entries:
+    if entry not in [part.rstrip("/") or "/" for part in interpreter.get("path", []) if part]:
         return "an editable install: its finder is asked before the path"
-    entry = max(entries, key=len)
     if entry in (environment.get("PYTHONPATH") or "").split(":"):
-        return "PYTHONPATH"
+        return "it is on PYTHONPATH"
     if entry == (case.main or {}).get("cwd"):
-        return "the working directory"
+        return "it is below the working directory"
     if "/.local/" in entry:
-        return "the service user's own site-packages"
+        return "it is in the service user's own site-packages"
     if "site-packages" in entry or "dist-packages" in entry:
-        return f"{entry} of another environment"
-    return f"{entry}, from a .pth file or an editable install"
+        return "it is in another environment"
+    return f"{entry} is on the path by a .pth file"
 
 
 def _changed_file(case: _Case, path: str, file: Mapping[str, Any], digest: str) -> str:
@@ -889,9 +917,21 @@ def _answers(case: _Case) -> Iterator[Link]:
         expected = case.manifest[0]["sglang_version"]
         reason = f"the server is SGLang {case.info.get('version')}, the patch is for {expected}: deploy again"
         yield Link("answers", f"SGLang {expected}", str(case.info.get("version")), "/server_info", "refuted", reason)
+    elif (disagreement := _disagreement(case)) is not None:
+        yield Link("answers", "the gate's identity", disagreement, "/server_info", "unknown", disagreement)
     else:
         seen = f"pid {listener['pid']}, SGLang {case.info.get('version')}"
         yield Link("answers", claimed, seen, "sockets, /server_info", "proved")
+
+
+def _disagreement(case: _Case) -> str | None:
+    """How what /server_info says of rank 0 and its status file contradict each other."""
+    answered = [gate.get("identity") for gate in _dicts((case.info or {}).get("gates"))]
+    for identity, _, where in case.identities.values():
+        if identity.get("tp_rank") == 0 and identity not in answered:
+            what = "another identity than" if answered else "no identity, unlike"
+            return f"/server_info gives {what} {where}: restart {case.unit_name} and run fab verify-worker again"
+    return None
 
 
 def _log(case: _Case) -> Iterator[Link]:

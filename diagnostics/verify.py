@@ -67,7 +67,7 @@ def exit_status(verdicts: Sequence[Verdict]) -> int:
     return EXIT_STATUS[verdict.overall(verdicts)]
 
 
-STYLES = {"proved": "green", "refuted": "bold red", "unknown": "yellow", "not applicable": "dim"}
+STYLES = {"proved": "green", "refuted": "bold red", "unknown": "yellow", "consistent": "cyan", "not applicable": "dim"}
 
 
 def show(verdicts: Sequence[Verdict]) -> None:
