@@ -2,8 +2,8 @@
 
 * :mod:`.plugin`: the entry points; the only module that changes SGLang's objects
 * :mod:`.attention`: the attention backend, with the masks of speculative decoding
-* :mod:`.tree`: building a draft tree and verifying it (SGLang's CUDA kernels)
-* :mod:`.bookkeeping`: KV slots and positions (SGLang's Triton kernels)
+* :mod:`.tree`: building a draft tree and verifying it (SGLang: CUDA kernels of ``sgl_kernel``)
+* :mod:`.bookkeeping`: KV slots and positions (SGLang: Triton kernels)
 """
 
 SUPPORTED_SGLANG = ("0.5.12.post1",)

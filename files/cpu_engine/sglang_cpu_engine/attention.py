@@ -5,7 +5,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglang_cpu_engine.tree import tree_mask_indices
+from sglang_cpu_engine.tree import full_mask_indices
 
 
 class TorchTreeAttention(AttentionBackend):
@@ -46,7 +46,7 @@ class TorchTreeAttention(AttentionBackend):
             start = seq_lens[:, None, None] + query[:, None] * self.branch_length
             mask = (column < seq_lens[:, None, None]) | ((column >= start) & (column <= start + self.step))
         elif mode.is_target_verify():
-            tree = forward_batch.spec_info.custom_mask[tree_mask_indices(seq_lens, nodes)]
+            tree = forward_batch.spec_info.custom_mask[full_mask_indices(seq_lens, nodes)]
             mask = (column < seq_lens[:, None, None]).repeat(1, nodes, 1)
             mask.scatter_(2, (seq_lens[:, None, None] + query).expand(-1, nodes, -1), tree)
         else:
@@ -59,7 +59,7 @@ class TorchTreeAttention(AttentionBackend):
         padded = int(query_lens.sum()) != mask.shape[0] * mask.shape[1]
         self.is_query = (query < query_lens[:, None]) if padded else None
 
-    def _attend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **_kwargs):
+    def _attend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **_kwargs):  # noqa: PLR0917 (SGLang's)
         if save_kv_cache and k is not None:
             self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
         heads, kv_heads, size = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
