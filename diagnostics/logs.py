@@ -18,6 +18,7 @@ import io
 import json
 import re
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -74,7 +75,7 @@ ARGUMENTS = frozenset(
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 1 << 20  # what is kept of a line without end; the arguments' line has about 12,000 bytes
 PREFIX_BYTES = 1 << 10  # the most that can stand before a message on its line
-LOOK_BACK_BYTES = 1 << 16  # how far before the arguments' line its "Spec v1 is used ..." line is looked for
+LOOK_BACK_BYTES = 1 << 18  # how far before the arguments' line its "Spec v1 is used ..." line is looked for
 KEPT = 8  # transitions and crash lines kept of each start; all are counted
 
 _ANSI = re.compile(rb"\x1b\[[0-9;?]{0,24}[A-Za-z]")
@@ -88,6 +89,7 @@ _TRANSPORT_PREFIX = re.compile(
     rb"(?:[!-~]{1,255} [!-Z^-~]{1,128}(?:\[\d{1,10}\])?: )?"  # journald's short-iso
     rb"|[!-{}~]{1,128} {0,32}\| "  # docker compose
 )
+_WRAPPED = b'{"log":"'  # how a line of docker's json-file log begins
 _SPECULATION = (
     (b"Spec v1 is used for ", "v1"),
     (b"Spec v2 is enabled ", "v2"),
@@ -156,7 +158,7 @@ def open_log(path: str) -> IO[bytes]:
 def parse(stream: IO[bytes], deadline: float | None = None) -> LogFacts:
     """Read `stream` to its end, or until `deadline` (of time.monotonic), and return its facts.
 
-    Compressed data that ends early or is damaged counts up to there, and as truncated.
+    Compressed data that is damaged, or a gzip file that ends early, counts up to there, and as truncated.
     """
     parser = _Parser()
     truncated = False
@@ -167,7 +169,7 @@ def parse(stream: IO[bytes], deadline: float | None = None) -> LogFacts:
             break
         try:
             chunk = next(chunks, None)
-        except (OSError, EOFError, _zstd_error()):
+        except (OSError, EOFError, zlib.error, _zstd_error()):
             truncated = True
             break
         if chunk is None:
@@ -365,7 +367,7 @@ class _Parser:
         low = max(start, position - PREFIX_BYTES)
         line_start = window.rfind(b"\n", low, position) + 1 or low
         whole = line_start == start or window[line_start - 1 : line_start] == b"\n"
-        if whole and window.startswith(b'{"log":"', line_start):  # docker's json-file
+        if whole and window.startswith(_WRAPPED, line_start):
             line_end = _find(window, b"\n", position, end)
             message = _wrapped(window[line_start:line_end], marker)
         else:
@@ -472,9 +474,14 @@ def _speculation(before: bytes) -> bytes:
         position = before.rfind(text)
         if position > at:
             line_start = before.rfind(b"\n", 0, position) + 1
-            if _at_message_start(before[line_start:position], True, text):
-                end = _find(before, b"\n", position, len(before))
-                at, best = position, _ANSI.sub(b"", before[position:end]).rstrip(b"\r")[:400]
+            line = before[line_start : _find(before, b"\n", position, len(before))].rstrip(b"\r")
+            message: bytes | None = None
+            if line.startswith(_WRAPPED):
+                message = _wrapped(line, text)
+            elif _at_message_start(line[: position - line_start], True, text):
+                message = _ANSI.sub(b"", line[position - line_start :])
+            if message is not None:
+                at, best = position, message[:400]
     return best
 
 
