@@ -78,7 +78,7 @@ def _load(inventory: str | None) -> Any:
         if "," not in source and not Path(source).exists():
             raise UsageError(
                 f"inventory {source!r} does not exist; give an inventory file or folder with --inventory, "
-                "or make the rehearsal host with `make rehearsal`"
+                "or start the rehearsal host with `make host-up`"
             )
     _load_plugins()
     try:

@@ -48,7 +48,7 @@ def closed(tmp_path: Path) -> str:
 def test_the_tasks_are_listed() -> None:
     answer = fab("--list")
     assert answer.returncode == 0
-    for task in TASKS:
+    for task in (*TASKS, "verify-worker"):
         assert f"\n  {task} " in answer.stdout
 
 
