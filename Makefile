@@ -3,6 +3,12 @@
 PYTHON ?= python3
 threshold ?= 5
 
+COMPILE := $(CURDIR)/.venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+	--custom-compile-command "make lock"
+# What SGLang names as needed but a host without a GPU cannot use: 2 GB of kernels.
+GPU_ONLY := sglang-kernel flashinfer-cubin flashinfer-python sgl-deep-gemm cuda-tile nvidia-cutlass-dsl \
+	nvidia-cutlass-dsl-libs-base nvidia-cutlass-dsl-libs-cu13 torchao torchcodec torch-memory-saver
+
 .DEFAULT_GOAL := help
 .PHONY: help deploy test setup lint unit model host-up host-down lock clean
 
@@ -36,9 +42,10 @@ host-up: setup ## Start rehearsal-1
 host-down: setup ## Shut the rehearsal hosts down; their disks stay
 	.venv/bin/python -m rehearsal down
 
-lock: setup ## Compile requirements.lock from pyproject.toml
-	.venv/bin/uv pip compile --quiet pyproject.toml --group test --universal --python-version 3.11 \
-		--generate-hashes --no-header --output-file requirements.lock
+lock: setup ## Compile requirements.lock and files/locks, keeping what still fits
+	$(COMPILE) pyproject.toml --group test --output-file requirements.lock
+	cd files/locks && for input in *-cpu.in; do \
+		$(COMPILE) $$input $(GPU_ONLY:%=--no-emit-package=%) --output-file $${input%.in}.txt; done
 
 clean: setup ## Delete the rehearsal hosts and .venv; the cache in ~/.cache/specgate stays
 	.venv/bin/python -m rehearsal remove

@@ -1,4 +1,4 @@
-"""Command line: up, down, remove and list rehearsal hosts."""
+"""Rehearsal hosts on this machine, and the model that they serve."""
 
 import argparse
 import contextlib
@@ -27,9 +27,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         ("down", "shut hosts down; their disks stay"),
         ("remove", "shut hosts down and delete their disks"),
         ("list", "show the hosts that there are"),
+        ("model", "train the model that the hosts serve, unless it is in the cache"),
     ):
         subparser = commands.add_parser(command, help=purpose, description=purpose)
-        if command != "list":
+        if command in {"up", "down", "remove"}:
             default = "rehearsal-1" if command == "up" else "all"
             subparser.add_argument("names", nargs="*", metavar="NAME", help=f"rehearsal-1 to rehearsal-9 ({default})")
     return parser.parse_args(arguments)
@@ -54,6 +55,11 @@ def main() -> int:
     path = os.environ.get("SPECGATE_REHEARSAL_DIR") or CHECKOUT / ".rehearsal"
     directory = RehearsalDirectory(Path(path).resolve())
     try:
+        if options.command == "model":
+            from rehearsal import engine  # needs .venv, the rest of this package does not
+
+            engine.train_model(directory.path / "model")
+            return 0
         if options.command == "list" and not directory.path.exists():
             return 0
         become_root()
