@@ -345,19 +345,19 @@ class _Parser:
 
     def _search(self, window: bytes, start: int, end: int) -> None:
         """Handle every marker in window[start:end], in order."""
-        markers = _AFTER_READY if self._ready else MARKERS
-        found = {marker: window.find(marker, start, end) for marker in markers}
-        while hits := [(position, marker) for marker, position in found.items() if position >= 0]:
-            position, marker = min(hits)
+        found: dict[bytes, int] = {}  # where each marker is next; a negative one is not in the rest of the window
+        behind = start
+        while True:
+            position, marker = end, b""
+            for candidate in _AFTER_READY if self._ready else MARKERS:
+                at = found.get(candidate, 0)
+                if 0 <= at < behind or candidate not in found:
+                    at = found[candidate] = window.find(candidate, behind, end)
+                if 0 <= at < position:
+                    position, marker = at, candidate
+            if not marker:
+                return
             behind = self._marker(window, start, position, end, marker)
-            markers = _AFTER_READY if self._ready else MARKERS
-            # A position that is still ahead, or none, stays right; the others are looked for again.
-            found = {
-                other: found[other]
-                if found.get(other, 0) < 0 or found.get(other, 0) >= behind
-                else window.find(other, behind, end)
-                for other in markers
-            }
 
     def _marker(self, window: bytes, start: int, position: int, end: int, marker: bytes) -> int:
         """Handle the marker at `position`; returns where to go on.
@@ -378,7 +378,7 @@ class _Parser:
             line_end = _find(window, b"\r", position, line_end)
             if marker is SIGNAL_MARKER:
                 position = window.rfind(b"SIG", low, position)
-            message = _ANSI.sub(b"", window[position : min(line_end, position + LINE_BYTES)])
+            message = _plain(window[position : min(line_end, position + LINE_BYTES)])
         if message is None:
             self._imitations += 1
         else:
@@ -419,6 +419,11 @@ class _Parser:
             self._crashes = [*self._crashes[1 - KEPT :], (last_line or message)[:300].decode("utf-8", "replace")]
 
 
+def _plain(text: bytes) -> bytes:
+    """The text without ANSI colours."""
+    return _ANSI.sub(b"", text) if b"\x1b" in text else text
+
+
 def _find(window: bytes, what: bytes, start: int, end: int) -> int:
     position = window.find(what, start, end)
     return end if position < 0 else position
@@ -438,7 +443,7 @@ def _at_message_start(before: bytes, whole: bool, marker: bytes) -> bool:
     carriage_return = before.rfind(b"\r")
     if carriage_return < 0 and not whole:
         return False
-    before = _ANSI.sub(b"", before[carriage_return + 1 :])
+    before = _plain(before[carriage_return + 1 :])
     opening = before.rfind(b"[")
     transport = before
     if opening >= 0 and _SGLANG_PREFIX.fullmatch(before, opening):
@@ -455,7 +460,7 @@ def _wrapped(line: bytes, marker: bytes) -> bytes | None:
     position: int = text.find(marker)
     if position < 0 or not _at_message_start(text[:position], True, marker):
         return None
-    return _ANSI.sub(b"", text[text.rfind(b"SIG", 0, position) if marker is SIGNAL_MARKER else position :])
+    return _plain(text[text.rfind(b"SIG", 0, position) if marker is SIGNAL_MARKER else position :])
 
 
 def _json_object(body: bytes) -> dict[str, Any] | None:
@@ -479,7 +484,7 @@ def _speculation(before: bytes) -> bytes:
             if line.startswith(_WRAPPED):
                 message = _wrapped(line, text)
             elif _at_message_start(line[: position - line_start], True, text):
-                message = _ANSI.sub(b"", line[position - line_start :])
+                message = _plain(line[position - line_start :])
             if message is not None:
                 at, best = position, message[:400]
     return best
@@ -489,7 +494,7 @@ def _exception(text: bytes) -> bytes:
     """The line that names the exception in "Scheduler hit an exception: Traceback ...": the first one not indented."""
     lines = text.split(b"\n")
     for line in lines[1:]:
-        plain = _ANSI.sub(b"", line).strip(b"\r")
+        plain = _plain(line).strip(b"\r")
         prefix = _TRANSPORT_PREFIX.match(plain)
         plain = plain[prefix.end() :] if prefix and b"|" not in plain[: prefix.end() - 2] else plain
         if plain and not plain.startswith((b" ", b"\t", b"Traceback", b"[")):

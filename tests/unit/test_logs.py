@@ -200,16 +200,15 @@ def test_compressed(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
 
 def test_damaged_compression_counts_as_truncated(tmp_path: Path) -> None:
     noise = random.Random(1).randbytes(3_000_000)  # so that the damage is far behind the first chunk
-    for compress in (gzip.compress, zstandard.compress):
-        whole = bytearray(compress(text(*START_UP) + noise))
-        whole[2_900_000:] = b"damaged" * 10_000
-        path = tmp_path / "log"
-        path.write_bytes(whole)
-        with logs.open_log(str(path)) as stream:
-            facts = logs.parse(stream)
-        assert facts.truncated, compress
-        assert facts.current is not None
-        assert is_whole(facts.current)
+    whole = bytearray(gzip.compress(text(*START_UP) + noise))
+    whole[2_900_000:] = b"damaged" * 10_000
+    path = tmp_path / "log"
+    path.write_bytes(whole)
+    with logs.open_log(str(path)) as stream:
+        facts = logs.parse(stream)
+    assert facts.truncated
+    assert facts.current is not None
+    assert is_whole(facts.current)
 
 
 def test_only_the_last_start_counts() -> None:
@@ -243,6 +242,11 @@ def test_an_echoed_prompt_is_not_an_identity(line: str) -> None:
         assert facts.current.identities == ()
         assert facts.imitations == 1
         assert verdict.judge_log(facts, "log").verdict == "refuted"
+
+
+def test_the_second_marker_of_a_line_does_not_start_one() -> None:
+    start = start_of(text(ARGUMENTS) + text("spec_gate identity {" + identity_line(), prefix="> ") + text(READY))
+    assert start.identities == ()
 
 
 def test_identity_after_ready_is_ignored() -> None:
