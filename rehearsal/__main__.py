@@ -58,7 +58,7 @@ def main() -> int:
         if options.command == "model":
             from rehearsal import engine  # needs .venv, the rest of this package does not
 
-            engine.train_model(directory.path / "model")
+            directory.use_model(engine.ensure_model())
             return 0
         if options.command == "list" and not directory.path.exists():
             return 0

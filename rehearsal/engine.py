@@ -1,4 +1,4 @@
-"""The engine environment: SGLang with torch on this machine, which trains the rehearsal model and runs the engine tests."""
+"""SGLang in an environment on this machine, and the tiny model that is trained in it: both made once, into the cache."""
 
 import fcntl
 import hashlib
@@ -19,8 +19,11 @@ LOCK = CHECKOUT / "files/locks/sglang-0.5.12.post1-cpu.txt"
 DISK = 7.0  # GiB: the environment, which shares its files with uv's cache, and the downloads while they are unpacked
 
 
-def ensure() -> Path:
-    """The interpreter of the environment that `LOCK` pins, made first when it is not in the cache."""
+def ensure_environment() -> Path:
+    """The interpreter of an environment with what `LOCK` pins, made first when it is not in the cache.
+
+    Whoever wants other packages in it makes a copy: it is shared.
+    """
     key = hashlib.sha256(LOCK.read_bytes() + platform.python_version().encode()).hexdigest()[:12]
     cache = image.cache_directory()
     machine.make_directory(cache)
@@ -40,18 +43,16 @@ def ensure() -> Path:
     return directory / "bin/python"
 
 
-def train_model(link: Path) -> None:
-    """Train the rehearsal model, unless it is in the cache, and let `link` point to it."""
-    command = [str(ensure()), "-m", "rehearsal_model"]
+def ensure_model() -> Path:
+    """The directory with the model (`target`, `draft`), trained first when it is not in the cache.
+
+    Raises subprocess.CalledProcessError when the training fails; it has said why on standard error.
+    """
+    command = [str(ensure_environment()), "-m", "rehearsal_model"]
     environment = os.environ | {"PYTHONPATH": str(CHECKOUT / "files/rehearsal_model")}
     subprocess.run(command, check=True, env=environment, stdin=subprocess.DEVNULL)
-    print_directory = [*command, "--print-cache-directory"]
-    directory = subprocess.run(print_directory, check=True, env=environment, capture_output=True, text=True).stdout
-    machine.make_directory(link.parent)
-    unfinished = link.with_suffix(".unfinished")
-    unfinished.unlink(missing_ok=True)
-    unfinished.symlink_to(directory.strip())
-    unfinished.replace(link)
+    command.append("--print-cache-directory")
+    return Path(subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout.strip())
 
 
 def _uv(*arguments: str) -> None:

@@ -51,6 +51,14 @@ class RehearsalDirectory:
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
+    def use_model(self, model: Path) -> None:
+        """Let the inventory find the model that the hosts serve."""
+        machine.make_directory(self.path)
+        unfinished = self.path / "model.unfinished"
+        unfinished.unlink(missing_ok=True)
+        unfinished.symlink_to(model)
+        unfinished.replace(self.path / "model")
+
     def up(self, hosts: Sequence["Host"]) -> None:
         down = [host for host in hosts if not host.is_up()]
         if down:
