@@ -18,7 +18,7 @@ help: ## Show this list
 deploy: model host-up ## Set everything up, start a rehearsal host and deploy to it (threshold=5)
 	.venv/bin/ansible-playbook deploy.yml -e threshold=$(threshold)
 
-test: lint ## Set everything up and run all tests: lint, unit, engine and hosts
+test: lint model ## Set everything up and run all tests: lint, unit, engine and hosts
 	.venv/bin/pytest
 
 setup: .venv/requirements.lock ## Make .venv, with the packages that requirements.lock pins
@@ -49,6 +49,7 @@ lock: setup ## Compile requirements.lock and files/locks, keeping what still fit
 
 clean: setup ## Delete the rehearsal hosts and .venv; the cache in ~/.cache/specgate stays
 	.venv/bin/python -m rehearsal remove
+	SPECGATE_REHEARSAL_DIR=.rehearsal/tests .venv/bin/python -m rehearsal remove
 	rm -rf .rehearsal .venv
 
 # pip installs only the uv that the lock pins, and uv, much faster, the rest. The copy of the lock, written last, says

@@ -1,4 +1,4 @@
-"""SGLang in an environment on this machine, and the tiny model that is trained in it: both made once, into the cache."""
+"""SGLang in an environment on this machine, and the tiny model that is trained in it; both are made once."""
 
 import fcntl
 import hashlib

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +55,8 @@ class Rehearsal:
         )  # fmt: skip
 
 
-def boot(directory: Path) -> Iterator[Rehearsal]:
+@contextmanager
+def booted(directory: Path) -> Iterator[Rehearsal]:
     """A new rehearsal-1 in `directory`; what an earlier run that was killed has left there goes first."""
     rehearsal = Rehearsal(directory)
     for command in ("remove", "up"):
@@ -71,7 +73,7 @@ def boot(directory: Path) -> Iterator[Rehearsal]:
 @pytest.fixture(scope="session")
 def rehearsal_host() -> Iterator[Rehearsal]:
     """A host of the tests' own, with the model at hand that the inventory serves."""
-    for rehearsal in boot(REPOSITORY / ".rehearsal/tests"):
+    with booted(REPOSITORY / ".rehearsal/tests") as rehearsal:
         done = rehearsal.rehearsal("model")
         assert done.returncode == 0, done.stderr
         yield rehearsal
