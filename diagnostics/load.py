@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,7 +14,7 @@ import httpx
 
 from diagnostics.prompts import Prompt
 from diagnostics.server import Gate, ServerError, ServerInfo, api_client, context_length, server_info, tokenise
-from diagnostics.traffic import Result, closed_loop, summarise
+from diagnostics.traffic import OUTCOMES, Result, Run, closed_loop, summarise
 
 REOPEN_WAIT_S = 10.0
 POLL_S = 0.5
@@ -39,45 +41,49 @@ async def load(
     The gate, where the server has one, must be open again afterwards; with ``expect_transitions`` it must also have
     closed. *on_result* sees each measured result as it comes.
     """
-    document: dict[str, Any] = {"ok": False, "plan": asdict(plan)}
+    document: dict[str, Any] = {"plan": asdict(plan)}
+    reasons: list[str] = []
     try:
         async with api_client(socket, plan.timeout) as client:
-            before = await server_info(client)
-            fitting, skipped = await _fitting(client, before.model, prompts)
-            document |= {"model": before.model, "sglang_version": before.version, "skipped_prompts": skipped}
-            if not fitting:
-                raise ServerError("no prompt fits into the model's context")
-            warm = await closed_loop(
-                client, before.model, fitting, concurrency=plan.concurrency, requests=plan.warm_up, timeout=plan.timeout
-            )
-            document["warm_up"] = summarise(warm.results)["requests"]
-            before = await server_info(client)
-            run = await closed_loop(
-                client,
-                before.model,
-                fitting,
-                concurrency=plan.concurrency,
-                requests=plan.requests,
-                duration=plan.duration,
-                seed=plan.seed,
-                timeout=plan.timeout,
-                on_result=on_result,
-            )
-            document |= summarise(run.results)
-            document["kinds"] = {
-                kind: summarise([result for result in run.results if result.kind == kind])
-                for kind in dict.fromkeys(prompt.kind for prompt in fitting)
-            }
-            reasons = _shortfalls(document["requests"], "")
-            reasons += _shortfalls(document["warm_up"], " in the warm-up")
-            reasons += [run.gave_up] if run.gave_up else []
-            after, reopened = await _settled(client)
-            document["accept_length_since_start"] = after.accept_length
-            document["gate"], problems = gate_report(before.gate, after.gate, reopened, plan.expect_transitions)
-            reasons += problems
+            await _measure(client, plan, prompts, on_result, document=document, reasons=reasons)
     except ServerError as error:
-        reasons = [*_shortfalls(document.get("requests", {}), ""), str(error)]
+        reasons.append(str(error))
     return document | {"ok": not reasons, "reasons": reasons}
+
+
+async def _measure(
+    client: httpx.AsyncClient,
+    plan: Plan,
+    prompts: Sequence[Prompt],
+    on_result: Callable[[Result], None],
+    *,
+    document: dict[str, Any],
+    reasons: list[str],
+) -> None:
+    """Fill *document* and *reasons* as far as the server lets it; raises ServerError where it does not."""
+    info = await server_info(client)
+    fitting, skipped = await _fitting(client, info.model, prompts)
+    document |= {"model": info.model, "sglang_version": info.version, "skipped_prompts": skipped}
+    if not fitting:
+        raise ServerError("no prompt fits into the model's context")
+    send = functools.partial(
+        closed_loop, client, info.model, fitting, concurrency=plan.concurrency, timeout=plan.timeout
+    )
+    warm = await send(requests=plan.warm_up)
+    document["warm_up"] = summarise(warm.results)["requests"]
+    reasons += _shortfalls(warm, " in the warm-up")
+    before = await server_info(client)
+    run = await send(requests=plan.requests, duration=plan.duration, seed=plan.seed, on_result=on_result)
+    document |= summarise(run.results)
+    document["kinds"] = {
+        kind: summarise([result for result in run.results if result.kind == kind])
+        for kind in dict.fromkeys(prompt.kind for prompt in fitting)
+    }
+    reasons += _shortfalls(run, "")
+    after, reopened = await _settled(client)
+    document["accept_length_since_start"] = after.accept_length
+    document["gate"], problems = gate_report(before.gate, after.gate, reopened, plan.expect_transitions)
+    reasons += problems
 
 
 async def _fitting(
@@ -95,10 +101,14 @@ async def _fitting(
     return fitting, skipped
 
 
-def _shortfalls(counts: dict[str, int], where: str) -> list[str]:
-    return [
-        f"{counts[name]} of {counts['sent']} requests {name}{where}" for name in ("failed", "lost") if counts.get(name)
+def _shortfalls(run: Run, where: str) -> list[str]:
+    counts = Counter(result.outcome for result in run.results)
+    reasons = [
+        f"{counts[outcome]} of {len(run.results)} requests {outcome}{where}"
+        for outcome in OUTCOMES
+        if outcome != "answered" and counts[outcome]
     ]
+    return [*reasons, *([run.gave_up + where] if run.gave_up else [])]
 
 
 async def _settled(client: httpx.AsyncClient) -> tuple[ServerInfo, float | None]:

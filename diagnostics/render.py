@@ -173,7 +173,7 @@ def _gate_line(gate: Mapping[str, Any] | None) -> str:
 
 
 def _accept_length(length: float | None) -> str | None:
-    return None if length is None else f"{length:.2f} (mean since the server's start)"
+    return None if length is None else f"{length:.2f} (SGLang's mean since its start, closed steps included)"
 
 
 def status(entries: Sequence[Entry]) -> None:

@@ -88,6 +88,11 @@ def error_message(body: Any) -> str:
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)
 
 
+def transport_error(error: httpx.TransportError) -> str:
+    """What broke, in httpx's term, and what the system said to it, if anything."""
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
 def http_error(body: bytes) -> str:
     """The message of an error answer, or the start of its text when it is no JSON."""
     try:
@@ -103,7 +108,7 @@ async def call(client: httpx.AsyncClient, method: str, path: str, body: Any = No
     except httpx.TimeoutException as error:
         raise ServerError(f"{method} {path}: no answer in time") from error
     except httpx.TransportError as error:
-        raise ServerError(f"{method} {path}: {type(error).__name__}: {error}") from error
+        raise ServerError(f"{method} {path}: {transport_error(error)}") from error
     if response.status_code != httpx.codes.OK:
         raise ServerError(f"{method} {path}: HTTP {response.status_code}: {http_error(response.content)}")
     try:

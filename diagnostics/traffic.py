@@ -19,7 +19,7 @@ from typing import Any, Literal
 import httpx
 
 from diagnostics.prompts import Prompt
-from diagnostics.server import error_message, http_error
+from diagnostics.server import error_message, http_error, transport_error
 
 Outcome = Literal["answered", "failed", "lost"]
 OUTCOMES: tuple[Outcome, ...] = ("answered", "failed", "lost")
@@ -124,7 +124,7 @@ async def send(client: httpx.AsyncClient, model: str, prompt: Prompt, seed: int,
     except (TimeoutError, httpx.TimeoutException):
         lost = f"no complete answer within {timeout:g} s"
     except httpx.TransportError as error:
-        lost = f"{type(error).__name__}: {error}"
+        lost = transport_error(error)
     ended = time.monotonic()
     outcome: Outcome
     reason: str | None

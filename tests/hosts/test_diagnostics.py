@@ -1,4 +1,4 @@
-"""The tasks on a real host: real SSH and systemd, and a small server in place of SGLang, so that faults can be provoked."""
+"""The tasks on a real host with real SSH and systemd; a small server in place of SGLang lets faults be provoked."""
 
 from __future__ import annotations
 

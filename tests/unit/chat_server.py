@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class ChatServer:
         self.info = info or server_info()
         self.bodies: list[dict[str, Any]] = []
         self.native: dict[str, Any] = {"text": "x", "meta_info": {"spec_accept_length": 3.0}}
+        self.context = 100
         self.running = self.most_running = self.connections = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -65,7 +67,9 @@ class ChatServer:
         elif path == "/server_info":
             reply(writer, self.info)
         elif path == "/v1/models":
-            reply(writer, {"data": [{"id": "tiny", "max_model_len": 100}]})
+            reply(writer, {"data": [{"id": "tiny", "max_model_len": self.context}]})
+        elif path == "/v1/loads?include=core":
+            reply(writer, {"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": 0}]})
         elif path == "/v1/tokenize":
             reply(writer, {"tokens": list(range(len(body["messages"][-1]["content"])))})
         elif path == "/generate":
@@ -152,3 +156,16 @@ async def listening(server: ChatServer, folder: Path) -> AsyncIterator[str]:
         yield path
     finally:
         listener.close()
+
+
+async def serve_tcp(port: int) -> None:
+    """Serve on the loopback until killed, as the service of a host does."""
+    server = ChatServer()
+    server.context = 100_000
+    listener = await asyncio.start_server(server.serve, "127.0.0.1", port)
+    print(f"listening on {port}", flush=True)
+    await listener.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve_tcp(int(sys.argv[1])))

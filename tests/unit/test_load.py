@@ -119,6 +119,25 @@ def test_a_loss_in_the_warm_up_counts_too(tmp_path: Path) -> None:
     assert "1 of 1 requests lost in the warm-up" in document["reasons"]
 
 
+def test_a_server_that_dies_in_the_warm_up_is_told_with_its_losses(tmp_path: Path) -> None:
+    class Dying(GatedServer):
+        dead = False
+
+        async def answer(self, method: str, path: str, body: Any, writer: asyncio.StreamWriter) -> None:
+            self.dead = self.dead or path == "/v1/chat/completions"
+            if self.dead:
+                writer.transport.abort()
+            else:
+                await super().answer(method, path, body, writer)
+
+    document = run(tmp_path, Dying(), warm_up=20, concurrency=2)
+    lost, stopped, silent = document["reasons"]
+    assert lost == f"{document['warm_up']['lost']} of {document['warm_up']['sent']} requests lost in the warm-up"
+    assert stopped == f"stopped after {document['warm_up']['lost']} requests lost in a row in the warm-up"
+    assert silent.startswith("GET /server_info: RemoteProtocolError")
+    assert document["ok"] is False
+
+
 def test_prompts_that_do_not_fit_the_context_are_left_out_and_named(tmp_path: Path) -> None:
     long = "x" * 94  # the server takes a character for a token, its context is 100, and the answer needs 6
     document = run(tmp_path, GatedServer(), ("plain", long))
