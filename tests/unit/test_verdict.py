@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
-from verdict_cases import CASES, SERIES, Case, healthy
+from verdict_cases import CASES, SERIES, Case, healthy, table
 
 from diagnostics import verdict
 from diagnostics.verdict import Verdict, judge
@@ -153,3 +154,8 @@ def test_series_of_the_cases_is_not_a_shipped_one() -> None:
     from diagnostics.evidence import reference
 
     assert SERIES not in [manifest["series"] for manifest in reference()]
+
+
+def test_documentation_shows_the_cases() -> None:
+    page = (Path(__file__).parents[2] / "docs/verify-worker.md").read_text(encoding="utf-8")
+    assert table() in page, "replace the table by the output of: PYTHONPATH=. python tests/unit/verdict_cases.py"

@@ -623,3 +623,16 @@ CASES = (
     Case("orphan of a former server", orphan, "proved", ("EAGLEWorker",)),
     Case("identity imitated in a prompt", imitation, "refuted", ("without the patch",)),
 )
+
+
+def table() -> str:
+    """The cases with their verdicts, as docs/verify-worker.md shows them."""
+    from diagnostics.verdict import judge
+
+    rows = ["| case | verdict | sentence |", "| --- | --- | --- |"]
+    rows += [f"| {case.name} | {case.verdict} | {judge(case.evidence()).reason} |" for case in CASES]
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")
