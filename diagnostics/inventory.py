@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,19 +52,19 @@ class Host:
         return f"{self.service_name}.service"
 
 
-def load_hosts(inventory: str | None = None, limit: str | None = None) -> list[Host]:
-    """Return the hosts of *inventory* (default: the one that ``ansible.cfg`` names) that match the pattern *limit*.
+def load_hosts(inventories: Sequence[str] | None = None, limit: str | None = None) -> list[Host]:
+    """Return the hosts of *inventories* (default: what ``ansible.cfg`` names) that match the pattern *limit*.
 
     Raises UsageError when the inventory cannot be read, names no host, *limit* matches none, or a variable that the
     diagnostics need is undefined or of the wrong kind.
     """
     # Ansible reads its configuration once, when it is imported; it looks in the current folder only.
     os.environ.setdefault("ANSIBLE_CONFIG", str(REPOSITORY / "ansible.cfg"))
-    return _select(_load(inventory), limit)
+    return _select(_load(tuple(inventories or ())), limit)
 
 
 @functools.cache
-def _load(inventory: str | None) -> Any:
+def _load(inventories: tuple[str, ...]) -> Any:
     from ansible import constants
     from ansible.errors import AnsibleError
     from ansible.inventory.manager import InventoryManager
@@ -72,7 +72,7 @@ def _load(inventory: str | None) -> Any:
     from ansible.vars.hostvars import HostVars, HostVarsVars
     from ansible.vars.manager import VariableManager
 
-    sources = [inventory] if inventory is not None else list(constants.DEFAULT_HOST_LIST)
+    sources = list(inventories or constants.DEFAULT_HOST_LIST)
     for source in sources:
         # "a,b," is Ansible's notation for a list of hosts in place of a file.
         if "," not in source and not Path(source).exists():

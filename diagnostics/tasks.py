@@ -35,7 +35,7 @@ SUCCESS, FAILURE, USAGE = 0, 1, 2
 
 COMMON_HELP = {
     "limit": "only these hosts (a pattern of Ansible's: names, groups, wildcards, '!' to leave out)",
-    "inventory": "inventory file or folder (default: what ansible.cfg names)",
+    "inventory": "inventory file or folder, may be repeated (default: what ansible.cfg names)",
     "json": "print one JSON document and nothing else",
 }
 
@@ -55,7 +55,7 @@ def diagnostic_task(schema: str, **help_texts: str) -> Callable[[Task], Task]:
                     print_json({"schema": schema, "ok": False, "error": str(error), "hosts": []})
                 raise Exit(f"usage: {error}", USAGE) from error
 
-        made: Task = fabric.task(help=COMMON_HELP | help_texts, auto_shortflags=False)(guarded)
+        made: Task = fabric.task(help=COMMON_HELP | help_texts, iterable=["inventory"], auto_shortflags=False)(guarded)
         return made
 
     return decorate
@@ -105,7 +105,7 @@ def smoke(
     context: fabric.Connection,
     *,
     limit: str | None = None,
-    inventory: str | None = None,
+    inventory: Sequence[str] | None = None,
     json: bool = False,
     accept_length_floor: str = f"{DEFAULT_ACCEPT_LENGTH_FLOOR:g}",
     timeout: str = "60",
@@ -146,7 +146,7 @@ def load(
     timeout: str = "120",
     expect_transitions: bool = False,
     limit: str | None = None,
-    inventory: str | None = None,
+    inventory: Sequence[str] | None = None,
     json: bool = False,
 ) -> None:
     """Keep a number of real prompts in flight; count every request, measure latencies, watch the gate."""
@@ -183,7 +183,7 @@ def status(
     context: fabric.Connection,
     *,
     limit: str | None = None,
-    inventory: str | None = None,
+    inventory: Sequence[str] | None = None,
     json: bool = False,
     timeout: str = "10",
 ) -> None:
@@ -207,7 +207,7 @@ def logs(
     grep: str | None = None,
     follow: bool = False,
     limit: str | None = None,
-    inventory: str | None = None,
+    inventory: Sequence[str] | None = None,
     json: bool = False,
     timeout: str = "30",
 ) -> None:
@@ -243,7 +243,7 @@ def verify_worker(
     log: str | None = None,
     timeout: str = "60",
     limit: str | None = None,
-    inventory: str | None = None,
+    inventory: Sequence[str] | None = None,
     json: bool = False,
 ) -> None:
     """Prove that the serving processes run the patched file, in the worker that the configuration selects.

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from diagnostics.inventory import REPOSITORY
+from conftest import BIN, REPOSITORY, Rehearsal, booted
 
 pytestmark = pytest.mark.hosts
 
@@ -41,27 +39,26 @@ DEPLOYMENT = {
     "port": PORT,
     "runtime_directory": "/run/sglang",
 }
-FAB = Path(sys.executable).with_name("fab")
+FAB = BIN / "fab"
 
 
 @dataclass(frozen=True)
 class Machine:
     """A host with the small server on it, and an inventory that names it."""
 
-    folder: Path
+    rehearsal: Rehearsal
     inventory: str
 
+    @property
+    def ssh_config(self) -> Path:
+        return self.rehearsal.directory / "ssh_config"
+
     def sh(self, script: str, stdin: bytes = b"") -> str:
-        command = ["ssh", "-F", self.folder / "ssh_config", NAME, script]
+        command = ["ssh", "-F", self.ssh_config, NAME, script]
         return subprocess.run(command, input=stdin, check=True, capture_output=True, timeout=60).stdout.decode().strip()
 
-    def fab(
-        self, *arguments: str, inventory: str | None = None, folder: Path = REPOSITORY
-    ) -> subprocess.CompletedProcess[str]:
-        command = [FAB, *arguments, "--inventory", inventory or self.inventory]
-        return subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, check=False, timeout=120, stdin=subprocess.DEVNULL
-        )
+    def fab(self, *arguments: str, inventory: str | None = None) -> subprocess.CompletedProcess[str]:
+        return self.rehearsal.fab(*arguments, "--inventory", inventory or self.inventory)
 
     def entry(self, *arguments: str, inventory: str | None = None) -> tuple[int, dict[str, Any]]:
         answer = self.fab(*arguments, "--json", inventory=inventory)
@@ -86,22 +83,14 @@ def write_inventory(path: Path, options: str, more: str = "") -> str:
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    folder = tmp_path_factory.mktemp("rehearsal")
-    environment = os.environ | {"SPECGATE_REHEARSAL_DIR": str(folder)}
-
-    def rehearsal(command: str) -> None:
-        subprocess.run([sys.executable, "-m", "rehearsal", command, NAME], cwd=REPOSITORY, env=environment, check=True)
-
-    rehearsal("up")
-    try:
-        made = Machine(folder, write_inventory(folder / "hosts.yml", f"-F {folder}/ssh_config"))
+    folder = tmp_path_factory.mktemp("diagnostics")
+    with booted(folder / "rehearsal") as rehearsal:
+        made = Machine(rehearsal, write_inventory(folder / "hosts.yml", f"-F {rehearsal.directory}/ssh_config"))
         archive = subprocess.run(["tar", "-c", *SOURCES], cwd=REPOSITORY, check=True, capture_output=True).stdout
         made.sh("sudo mkdir -p /opt/chat /opt/sglang/current && sudo tar -x -C /opt/chat", archive)
         made.sh("sudo tee /opt/sglang/current/deployment.json", json.dumps(DEPLOYMENT).encode())
         made.sh("sudo tee /etc/systemd/system/sglang.service", UNIT.encode())
         yield made
-    finally:
-        rehearsal("remove")
 
 
 @pytest.fixture
@@ -130,8 +119,7 @@ def test_load(host: Machine) -> None:
 
 
 def test_a_service_killed_under_load_is_told_and_nothing_hangs(host: Machine) -> None:
-    command = [FAB, "load", "--duration", "20", "--inventory", host.inventory, "--json"]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as load:
+    with host.rehearsal.popen_fab("load", "--duration", "20", "--inventory", host.inventory, "--json") as load:
         eventually(lambda: host.sh(f"ss -Htn state established 'sport = :{PORT}'").count("\n") >= 5)
         host.sh("sudo systemctl kill --signal=KILL sglang")
         output, _ = load.communicate(timeout=120)
@@ -209,7 +197,7 @@ def test_logs_are_followed_until_interrupted(host: Machine) -> None:
 
 def test_a_dead_host_hides_no_living_one(host: Machine, tmp_path: Path) -> None:
     more = "    gone: {ansible_host: 127.0.0.1, ansible_port: 1}\n"
-    inventory = write_inventory(tmp_path / "hosts.yml", f"-F {host.folder}/ssh_config", more)
+    inventory = write_inventory(tmp_path / "hosts.yml", f"-F {host.ssh_config}", more)
     answer = host.fab("smoke", "--json", inventory=inventory)
     assert answer.returncode == 1
     living, gone = json.loads(answer.stdout)["hosts"]
@@ -223,11 +211,9 @@ def test_host_keys_are_checked(host: Machine, tmp_path: Path, known: bool, reaso
     file.touch()
     if known:
         subprocess.run(["ssh-keygen", "-q", "-N", "", "-t", "ed25519", "-f", tmp_path / "other"], check=True)
-        address = next(
-            line.split()[1] for line in (host.folder / "ssh_config").read_text().splitlines() if "HostName" in line
-        )
+        address = next(line.split()[1] for line in host.ssh_config.read_text().splitlines() if "HostName" in line)
         file.write_text(f"{address} {(tmp_path / 'other.pub').read_text()}")
-    options = f"-F {host.folder}/ssh_config -o UserKnownHostsFile={file} -o StrictHostKeyChecking=no"
+    options = f"-F {host.ssh_config} -o UserKnownHostsFile={file} -o StrictHostKeyChecking=no"
     status, entry = host.entry("smoke", inventory=write_inventory(tmp_path / "hosts.yml", options))
     assert status == 1
     assert reason in entry["reasons"][0]
@@ -235,23 +221,21 @@ def test_host_keys_are_checked(host: Machine, tmp_path: Path, known: bool, reaso
 
 
 def test_relative_paths_are_meant_from_the_repositorys_root(host: Machine, tmp_path: Path) -> None:
-    relative = os.path.relpath(host.folder / "ssh_config", REPOSITORY)
+    relative = os.path.relpath(host.ssh_config, REPOSITORY)
     inventory = write_inventory(tmp_path / "hosts.yml", f"-F {relative}")
-    assert host.fab("smoke", inventory=inventory, folder=REPOSITORY / "docs").returncode == 0
+    command = [FAB, "smoke", "--inventory", inventory]
+    assert subprocess.run(command, cwd=REPOSITORY / "docs", check=False, stdin=subprocess.DEVNULL).returncode == 0
 
 
 def test_a_host_without_a_deployment_is_told(host: Machine, tmp_path: Path) -> None:
-    inventory = write_inventory(
-        tmp_path / "hosts.yml", f"-F {host.folder}/ssh_config", "  vars: {release_root: /opt/none}\n"
-    )
+    inventory = write_inventory(tmp_path / "hosts.yml", f"-F {host.ssh_config}", "  vars: {release_root: /opt/none}\n")
     status, entry = host.entry("smoke", inventory=inventory)
     assert status == 1
     assert entry["reasons"][0].startswith("nothing is deployed: cat: /opt/none/current/deployment.json")
 
 
 def test_a_killed_load_leaves_no_tunnel(host: Machine) -> None:
-    command = [FAB, "load", "--duration", "60", "--inventory", host.inventory]
-    load = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+    load = host.rehearsal.popen_fab("load", "--duration", "60", "--inventory", host.inventory)
     children = Path(f"/proc/{load.pid}/task/{load.pid}/children")
     try:
         # Children of threads are listed under the thread.

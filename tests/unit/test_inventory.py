@@ -51,7 +51,7 @@ def by_name(hosts: list[Host]) -> dict[str, Host]:
 
 
 def test_variables_are_those_of_a_play(inventory: str, tmp_path: Path) -> None:
-    hosts = by_name(load_hosts(inventory))
+    hosts = by_name(load_hosts([inventory]))
     assert sorted(hosts) == ["far", "idle", "near"]
     near, far, idle = hosts["near"], hosts["far"], hosts["idle"]
     assert near.address == "192.0.2.7"
@@ -75,7 +75,7 @@ def test_variables_equal_what_ansible_shows_in_a_play(inventory: str) -> None:
         check=True,
     )
     document = json.loads(shown.stdout[shown.stdout.index("{") :])
-    (far,) = load_hosts(inventory, "far")
+    (far,) = load_hosts([inventory], "far")
     assert far.release_root == document["release_root"].rstrip("/")
 
 
@@ -90,19 +90,19 @@ def test_variables_equal_what_ansible_shows_in_a_play(inventory: str) -> None:
     ],
 )
 def test_limit_takes_patterns_of_ansible(inventory: str, limit: str | None, names: list[str]) -> None:
-    assert sorted(host.name for host in load_hosts(inventory, limit)) == names
+    assert sorted(host.name for host in load_hosts([inventory], limit)) == names
 
 
 def test_a_limit_that_matches_nothing_names_the_known_hosts(inventory: str) -> None:
     with pytest.raises(
         UsageError, match=r"'nowhere' matches no host; known hosts: far, idle, near; groups: .*sglang_hosts"
     ):
-        load_hosts(inventory, "nowhere")
+        load_hosts([inventory], "nowhere")
 
 
 def test_a_limit_does_not_stick(inventory: str) -> None:
-    assert len(load_hosts(inventory, "near")) == 1
-    assert len(load_hosts(inventory)) == 3
+    assert len(load_hosts([inventory], "near")) == 1
+    assert len(load_hosts([inventory])) == 3
 
 
 @pytest.mark.parametrize(
@@ -118,13 +118,21 @@ def test_a_limit_does_not_stick(inventory: str) -> None:
 )
 def test_an_inventory_that_cannot_serve_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as refused:
-        load_hosts(write(tmp_path, text))
+        load_hosts([write(tmp_path, text)])
     assert "secret" not in str(refused.value)
 
 
 def test_an_inventory_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"none' does not exist; give an inventory"):
-        load_hosts(str(tmp_path / "none"))
+        load_hosts([str(tmp_path / "none")])
+
+
+def test_inventories_add_up(inventory: str, tmp_path: Path) -> None:
+    more = tmp_path / "more.yml"
+    more.write_text("sglang_hosts:\n  hosts:\n    third:\n")
+    hosts = by_name(load_hosts([inventory, str(more)], "sglang_hosts"))
+    assert sorted(hosts) == ["far", "near", "third"]
+    assert hosts["third"].service_name == "sgl"  # a variable of the group, from the other file
 
 
 def test_a_vault_opens_as_it_does_for_ansible(tmp_path: Path) -> None:
@@ -138,7 +146,7 @@ def test_a_vault_opens_as_it_does_for_ansible(tmp_path: Path) -> None:
     subprocess.run([vault, "encrypt", variables], env=environment, check=True, capture_output=True)
     assert variables.read_text().startswith("$ANSIBLE_VAULT")
     inventory = write(tmp_path, "all:\n  hosts:\n    a:\n")
-    script = "import sys; from diagnostics.inventory import load_hosts; print(load_hosts(sys.argv[1])[0].unit)"
+    script = "import sys; from diagnostics.inventory import load_hosts; print(load_hosts(sys.argv[1:])[0].unit)"
     shown = subprocess.run(
         [sys.executable, "-c", script, inventory], env=environment, check=True, capture_output=True, text=True
     )
