@@ -20,12 +20,13 @@ from pathlib import Path
 
 import fabric
 import paramiko
+from invoke.exceptions import CommandTimedOut, ThreadException
 
 from diagnostics.inventory import REPOSITORY, Host
 
 
 class HostUnreachable(Exception):
-    """The host could not be reached or did not let us in; the message says why."""
+    """The host could not be reached, did not let us in, or has nothing to answer with; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -122,15 +123,15 @@ def connect(host: Host, timeout: float = 10.0) -> Iterator[fabric.Connection]:
     try:
         connection.open()
     except paramiko.BadHostKeyException as error:
-        raise HostUnreachable(f"{host.name}: the host key has changed since it was recorded: {error}") from error
+        raise HostUnreachable(f"the host key has changed since it was recorded: {error}") from error
     except paramiko.AuthenticationException as error:
-        raise HostUnreachable(f"{host.name}: login as {settings.user} refused: {error}") from error
+        raise HostUnreachable(f"login as {settings.user} refused: {error}") from error
     except (paramiko.SSHException, OSError, EOFError) as error:
         if "not found in known_hosts" in str(error):
             error = paramiko.SSHException(
                 f"host key unknown to {', '.join(settings.known_hosts_files)}; connect once with ssh and compare it"
             )
-        raise HostUnreachable(f"{host.name} ({settings.hostname}:{settings.port}): {error}") from error
+        raise HostUnreachable(f"{settings.hostname}:{settings.port}: {error}") from error
     try:
         yield connection
     finally:
@@ -142,6 +143,19 @@ def _apply_alias(client: paramiko.SSHClient, settings: SshSettings) -> None:
     recorded = client._system_host_keys.lookup(settings.host_key_alias)
     for kind, key in (recorded or {}).items():
         client._system_host_keys.add(settings.key_name, kind, key)
+
+
+def execute(connection: fabric.Connection, command: str, timeout: float) -> fabric.Result:
+    """Run *command* on the host, quietly; its status is in the result.
+
+    Raises HostUnreachable when it has not ended after *timeout* seconds or the connection broke.
+    """
+    try:
+        return connection.run(command, hide=True, warn=True, in_stream=False, timeout=timeout)
+    except CommandTimedOut as error:
+        raise HostUnreachable(f"{command!r} did not end within {timeout:g} s") from error
+    except (paramiko.SSHException, OSError, EOFError, ThreadException) as error:
+        raise HostUnreachable(f"the connection broke during {command!r}: {error}") from error
 
 
 class Tunnel:
@@ -196,9 +210,9 @@ def tunnel(host: Host, address: str, port: int, timeout: float = 10.0) -> Iterat
             deadline = time.monotonic() + timeout
             while not socket.is_socket():
                 if reason := opened.failure():
-                    raise HostUnreachable(f"{host.name}: {reason}")
+                    raise HostUnreachable(reason)
                 if time.monotonic() > deadline:
-                    raise HostUnreachable(f"{host.name}: no SSH tunnel within {timeout:g} s")
+                    raise HostUnreachable(f"no SSH tunnel within {timeout:g} s")
                 time.sleep(0.02)
             yield opened
         finally:

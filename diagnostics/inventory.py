@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,36 +52,35 @@ class Host:
         return f"{self.service_name}.service"
 
 
-def load_hosts(inventory: str | None = None, limit: str | None = None) -> list[Host]:
-    """Return the hosts of *inventory* (default: the one that ``ansible.cfg`` names) that match the pattern *limit*.
+def load_hosts(inventories: Sequence[str] | None = None, limit: str | None = None) -> list[Host]:
+    """Return the hosts of *inventories* (default: what ``ansible.cfg`` names) that match the pattern *limit*.
 
     Raises UsageError when the inventory cannot be read, names no host, *limit* matches none, or a variable that the
     diagnostics need is undefined or of the wrong kind.
     """
     # Ansible reads its configuration once, when it is imported; it looks in the current folder only.
     os.environ.setdefault("ANSIBLE_CONFIG", str(REPOSITORY / "ansible.cfg"))
-    return _select(_load(inventory), limit)
+    return _select(_load(tuple(inventories or ())), limit)
 
 
 @functools.cache
-def _load(inventory: str | None) -> Any:
+def _load(inventories: tuple[str, ...]) -> Any:
     from ansible import constants
     from ansible.errors import AnsibleError
     from ansible.inventory.manager import InventoryManager
     from ansible.parsing.dataloader import DataLoader
-    from ansible.plugins.loader import connection_loader
-    from ansible.vars.hostvars import HostVars
+    from ansible.vars.hostvars import HostVars, HostVarsVars
     from ansible.vars.manager import VariableManager
 
-    sources = [inventory] if inventory is not None else list(constants.DEFAULT_HOST_LIST)
+    sources = list(inventories or constants.DEFAULT_HOST_LIST)
     for source in sources:
         # "a,b," is Ansible's notation for a list of hosts in place of a file.
         if "," not in source and not Path(source).exists():
             raise UsageError(
                 f"inventory {source!r} does not exist; give an inventory file or folder with --inventory, "
-                "or make the rehearsal host with `make rehearsal`"
+                "or start the rehearsal host with `make host-up`"
             )
-    connection_loader.get("ssh", class_only=True)  # registers the plugin's option table with Ansible's configuration
+    _load_plugins()
     try:
         loader = DataLoader()
         if constants.DEFAULT_VAULT_PASSWORD_FILE or constants.DEFAULT_VAULT_IDENTITY_LIST:
@@ -90,15 +89,28 @@ def _load(inventory: str | None) -> Any:
             CLI.setup_vault_secrets(loader, list(constants.DEFAULT_VAULT_IDENTITY_LIST), auto_prompt=False)
         manager = InventoryManager(loader=loader, sources=sources)
         variables = VariableManager(loader=loader, inventory=manager)
-        return manager, HostVars(inventory=manager, variable_manager=variables, loader=loader)
+        HostVars(inventory=manager, variable_manager=variables, loader=loader)  # makes `hostvars` known to templates
     except AnsibleError as error:
         raise UsageError(f"Ansible cannot read the inventory {', '.join(sources)}: {error}") from error
+
+    def variables_of(name: str) -> Mapping[str, Any]:
+        return HostVarsVars(variables.get_vars(host=manager.get_host(name)), loader=loader, host=name)  # type: ignore[no-any-return]
+
+    return manager, variables_of
+
+
+@functools.cache
+def _load_plugins() -> None:
+    from ansible.plugins.loader import connection_loader, init_plugin_loader
+
+    init_plugin_loader()  # collections, and with them the lookups of templates
+    connection_loader.get("ssh", class_only=True)  # registers the plugin's option table with Ansible's configuration
 
 
 def _select(loaded: Any, limit: str | None) -> list[Host]:
     from ansible.errors import AnsibleError
 
-    manager, variables = loaded
+    manager, variables_of = loaded
     known = sorted(host.name for host in manager.get_hosts("all"))
     if not known:
         raise UsageError("the inventory names no host; add one (docs/diagnostics.md shows a minimal inventory)")
@@ -109,7 +121,7 @@ def _select(loaded: Any, limit: str | None) -> list[Host]:
     if not names:
         groups = sorted(name for name in manager.groups if name not in ("all", "ungrouped"))
         raise UsageError(f"--limit {limit!r} matches no host; known hosts: {', '.join(known)}; groups: {groups or '-'}")
-    return [_host(name, variables[name]) for name in names]
+    return [_host(name, variables_of(name)) for name in names]
 
 
 def _host(name: str, variables: Mapping[str, Any]) -> Host:

@@ -18,9 +18,10 @@ import io
 import json
 import re
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 ARGUMENTS_MARKER = b"server_args="
 IDENTITY_MARKER = b"spec_gate identity {"
@@ -41,20 +42,40 @@ MARKERS = (
 
 _AFTER_READY = (ARGUMENTS_MARKER, TRANSITION_MARKER, SIGNAL_MARKER, EXCEPTION_MARKER)
 
-ARGUMENTS = frozenset(  # noqa: SIM905 - as a table of names it reads better
-    """
-    attention_backend context_length device disable_overlap_schedule dp_size enable_dp_attention
-    enable_multi_layer_eagle host max_running_requests model_path nnodes node_rank page_size port pp_size
-    served_model_name speculative_adaptive speculative_algorithm speculative_disable_batch_threshold
-    speculative_draft_model_path speculative_eagle_topk speculative_num_draft_tokens speculative_num_steps tp_size
-    """.split()
+ARGUMENTS = frozenset(
+    {
+        "attention_backend",
+        "context_length",
+        "device",
+        "disable_overlap_schedule",
+        "dp_size",
+        "enable_dp_attention",
+        "enable_multi_layer_eagle",
+        "host",
+        "max_running_requests",
+        "model_path",
+        "nnodes",
+        "node_rank",
+        "page_size",
+        "port",
+        "pp_size",
+        "served_model_name",
+        "speculative_adaptive",
+        "speculative_algorithm",
+        "speculative_disable_batch_threshold",
+        "speculative_draft_model_path",
+        "speculative_eagle_topk",
+        "speculative_num_draft_tokens",
+        "speculative_num_steps",
+        "tp_size",
+    }
 )
 """The server's arguments that the evidence keeps; others, API keys among them, are never copied."""
 
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 1 << 20  # what is kept of a line without end; the arguments' line has about 12,000 bytes
 PREFIX_BYTES = 1 << 10  # the most that can stand before a message on its line
-LOOK_BACK_BYTES = 1 << 16  # how far before the arguments' line its "Spec v1 is used ..." line is looked for
+LOOK_BACK_BYTES = 1 << 18  # how far before the arguments' line its "Spec v1 is used ..." line is looked for
 KEPT = 8  # transitions and crash lines kept of each start; all are counted
 
 _ANSI = re.compile(rb"\x1b\[[0-9;?]{0,24}[A-Za-z]")
@@ -68,6 +89,7 @@ _TRANSPORT_PREFIX = re.compile(
     rb"(?:[!-~]{1,255} [!-Z^-~]{1,128}(?:\[\d{1,10}\])?: )?"  # journald's short-iso
     rb"|[!-{}~]{1,128} {0,32}\| "  # docker compose
 )
+_WRAPPED = b'{"log":"'  # how a line of docker's json-file log begins
 _SPECULATION = (
     (b"Spec v1 is used for ", "v1"),
     (b"Spec v2 is enabled ", "v2"),
@@ -116,7 +138,7 @@ class LogFacts:
     truncated: bool = False
 
 
-def open_log(path: str) -> BinaryIO:
+def open_log(path: str) -> IO[bytes]:
     """Open a plain, gzip or zstd log, told apart by its first bytes and not by its name.
 
     Raises OSError when it cannot be opened; reading damaged compressed data raises OSError or EOFError.
@@ -133,10 +155,10 @@ def open_log(path: str) -> BinaryIO:
     return raw
 
 
-def parse(stream: BinaryIO, deadline: float | None = None) -> LogFacts:
+def parse(stream: IO[bytes], deadline: float | None = None) -> LogFacts:
     """Read `stream` to its end, or until `deadline` (of time.monotonic), and return its facts.
 
-    Compressed data that ends early or is damaged counts up to there, and as truncated.
+    Compressed data that is damaged, or a gzip file that ends early, counts up to there, and as truncated.
     """
     parser = _Parser()
     truncated = False
@@ -147,7 +169,7 @@ def parse(stream: BinaryIO, deadline: float | None = None) -> LogFacts:
             break
         try:
             chunk = next(chunks, None)
-        except (OSError, EOFError, _zstd_error()):
+        except (OSError, EOFError, zlib.error, _zstd_error()):
             truncated = True
             break
         if chunk is None:
@@ -235,7 +257,7 @@ def _zstd_error() -> type[Exception]:
     return zstandard.ZstdError
 
 
-def _chunks(stream: BinaryIO) -> Iterator[bytes]:
+def _chunks(stream: IO[bytes]) -> Iterator[bytes]:
     # One read at a time: the next line of a live stream is not waited for while this one could be handled.
     read = getattr(stream, "read1", stream.read)
     while chunk := read(CHUNK_BYTES):
@@ -323,19 +345,19 @@ class _Parser:
 
     def _search(self, window: bytes, start: int, end: int) -> None:
         """Handle every marker in window[start:end], in order."""
-        markers = _AFTER_READY if self._ready else MARKERS
-        found = {marker: window.find(marker, start, end) for marker in markers}
-        while hits := [(position, marker) for marker, position in found.items() if position >= 0]:
-            position, marker = min(hits)
+        found: dict[bytes, int] = {}  # where each marker is next; a negative one is not in the rest of the window
+        behind = start
+        while True:
+            position, marker = end, b""
+            for candidate in _AFTER_READY if self._ready else MARKERS:
+                at = found.get(candidate, 0)
+                if 0 <= at < behind or candidate not in found:
+                    at = found[candidate] = window.find(candidate, behind, end)
+                if 0 <= at < position:
+                    position, marker = at, candidate
+            if not marker:
+                return
             behind = self._marker(window, start, position, end, marker)
-            markers = _AFTER_READY if self._ready else MARKERS
-            # A position that is still ahead, or none, stays right; the others are looked for again.
-            found = {
-                other: found[other]
-                if found.get(other, 0) < 0 or found.get(other, 0) >= behind
-                else window.find(other, behind, end)
-                for other in markers
-            }
 
     def _marker(self, window: bytes, start: int, position: int, end: int, marker: bytes) -> int:
         """Handle the marker at `position`; returns where to go on.
@@ -345,7 +367,7 @@ class _Parser:
         low = max(start, position - PREFIX_BYTES)
         line_start = window.rfind(b"\n", low, position) + 1 or low
         whole = line_start == start or window[line_start - 1 : line_start] == b"\n"
-        if whole and window.startswith(b'{"log":"', line_start):  # docker's json-file
+        if whole and window.startswith(_WRAPPED, line_start):
             line_end = _find(window, b"\n", position, end)
             message = _wrapped(window[line_start:line_end], marker)
         else:
@@ -356,7 +378,7 @@ class _Parser:
             line_end = _find(window, b"\r", position, line_end)
             if marker is SIGNAL_MARKER:
                 position = window.rfind(b"SIG", low, position)
-            message = _ANSI.sub(b"", window[position : min(line_end, position + LINE_BYTES)])
+            message = _plain(window[position : min(line_end, position + LINE_BYTES)])
         if message is None:
             self._imitations += 1
         else:
@@ -397,6 +419,11 @@ class _Parser:
             self._crashes = [*self._crashes[1 - KEPT :], (last_line or message)[:300].decode("utf-8", "replace")]
 
 
+def _plain(text: bytes) -> bytes:
+    """The text without ANSI colours."""
+    return _ANSI.sub(b"", text) if b"\x1b" in text else text
+
+
 def _find(window: bytes, what: bytes, start: int, end: int) -> int:
     position = window.find(what, start, end)
     return end if position < 0 else position
@@ -416,7 +443,7 @@ def _at_message_start(before: bytes, whole: bool, marker: bytes) -> bool:
     carriage_return = before.rfind(b"\r")
     if carriage_return < 0 and not whole:
         return False
-    before = _ANSI.sub(b"", before[carriage_return + 1 :])
+    before = _plain(before[carriage_return + 1 :])
     opening = before.rfind(b"[")
     transport = before
     if opening >= 0 and _SGLANG_PREFIX.fullmatch(before, opening):
@@ -433,7 +460,7 @@ def _wrapped(line: bytes, marker: bytes) -> bytes | None:
     position: int = text.find(marker)
     if position < 0 or not _at_message_start(text[:position], True, marker):
         return None
-    return _ANSI.sub(b"", text[text.rfind(b"SIG", 0, position) if marker is SIGNAL_MARKER else position :])
+    return _plain(text[text.rfind(b"SIG", 0, position) if marker is SIGNAL_MARKER else position :])
 
 
 def _json_object(body: bytes) -> dict[str, Any] | None:
@@ -452,9 +479,14 @@ def _speculation(before: bytes) -> bytes:
         position = before.rfind(text)
         if position > at:
             line_start = before.rfind(b"\n", 0, position) + 1
-            if _at_message_start(before[line_start:position], True, text):
-                end = _find(before, b"\n", position, len(before))
-                at, best = position, _ANSI.sub(b"", before[position:end]).rstrip(b"\r")[:400]
+            line = before[line_start : _find(before, b"\n", position, len(before))].rstrip(b"\r")
+            message: bytes | None = None
+            if line.startswith(_WRAPPED):
+                message = _wrapped(line, text)
+            elif _at_message_start(line[: position - line_start], True, text):
+                message = _plain(line[position - line_start :])
+            if message is not None:
+                at, best = position, message[:400]
     return best
 
 
@@ -462,7 +494,7 @@ def _exception(text: bytes) -> bytes:
     """The line that names the exception in "Scheduler hit an exception: Traceback ...": the first one not indented."""
     lines = text.split(b"\n")
     for line in lines[1:]:
-        plain = _ANSI.sub(b"", line).strip(b"\r")
+        plain = _plain(line).strip(b"\r")
         prefix = _TRANSPORT_PREFIX.match(plain)
         plain = plain[prefix.end() :] if prefix and b"|" not in plain[: prefix.end() - 2] else plain
         if plain and not plain.startswith((b" ", b"\t", b"Traceback", b"[")):

@@ -14,8 +14,10 @@ import importlib.util
 import marshal
 import os
 import sys
+import types
+from collections.abc import Callable
 from types import CodeType
-from typing import Any, Callable
+from typing import Any
 
 CodeHash = Callable[[CodeType], str]
 
@@ -59,23 +61,28 @@ def describe(name: str, code_sha256: CodeHash) -> dict[str, Any]:
 
 def find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
     """The spec of a module, found as import does but without importing its parent packages."""
-    path: Any = None
+    path: list[str] | None = None
     spec = None
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
-        spec = _find(".".join(parts[:end]), path)
-        if spec is None:
+        package = ".".join(parts[:end])
+        spec = _find(package, path)
+        if spec is None or end == len(parts):
+            break
+        if spec.submodule_search_locations is None:
             return None
-        path = spec.submodule_search_locations
-        if path is None and end < len(parts):
-            return None
+        path = list(spec.submodule_search_locations)
+        # A package without __init__.py looks its parent's path up in sys.modules.
+        stand_in = types.ModuleType(package)
+        stand_in.__path__ = path
+        sys.modules.setdefault(package, stand_in)
     return spec
 
 
-def _find(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:
+def _find(name: str, path: list[str] | None) -> importlib.machinery.ModuleSpec | None:
     # Editable installs put finders of their own on sys.meta_path.
     for finder in sys.meta_path:
-        spec = finder.find_spec(name, path) if hasattr(finder, "find_spec") else None
+        spec = finder.find_spec(name, path)
         if spec is not None:
             return spec
     return None

@@ -112,6 +112,12 @@ class InProcessScheduler(Scheduler):
             return [self._outputs[name] for name in names]
         raise AssertionError("the event loop ended")
 
+    @property
+    def gate_closed(self) -> bool:
+        """Whether the scheduler runs plain decode."""
+        switch = self.spec_gate._switch
+        return switch is not None and switch.closed
+
     def free_slots(self) -> tuple[int, int]:
         """Free KV slots, those of the prefix cache included, and free request slots."""
         return (

@@ -26,7 +26,7 @@ class Trace:
             if req.req_pool_idx is None or not req.output_ids:
                 continue
             self.points.setdefault(req.rid, []).append((len(req.output_ids), req.spec_verify_ct))
-            if self.scheduler.spec_gate is None or not self.scheduler.spec_gate.closed:
+            if not self.scheduler.gate_closed:
                 self.rows[req.rid] = draft_rows(self.scheduler, req, req.seqlen - 1)
 
 
@@ -61,9 +61,9 @@ def closed_then_open(scheduler, number):
     """Open for a few steps, closed for CLOSED_STEPS decode steps, and open again."""
     gate = scheduler.spec_gate
     if number == 6:
-        assert gate.change_settings({"spec_gate_forced": "closed"})
-    if gate.policy.closed_steps == CLOSED_STEPS:
-        assert gate.change_settings({"spec_gate_forced": "open"})
+        assert gate.change_settings({"speculative_gate_force": "closed"})
+    if gate._policy.closed_steps == CLOSED_STEPS:
+        assert gate.change_settings({"speculative_gate_force": "open"})
 
 
 def accepted(points, begin: int, steps: int = 16) -> int:
@@ -84,7 +84,7 @@ def ungated(worker, pair, prompts):
 
 
 def gated(worker, pair, prompts, interval):
-    arguments = worker | {"spec_gate_threshold": 64, "spec_gate_sync_interval": interval}
+    arguments = worker | {"speculative_disable_batch_threshold": 64, "speculative_gate_sync_interval": interval}
     return run(pair, prompts[:12], arguments, before_step=closed_then_open)
 
 

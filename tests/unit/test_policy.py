@@ -169,7 +169,7 @@ def test_what_is_not_allowed_is_refused_with_what_was_given_and_what_is_allowed(
 
 
 def test_an_unknown_setting_is_refused_with_the_known_ones():
-    with pytest.raises(SettingsError, match=r"'treshold' is no setting.*threshold, low_mark"):
+    with pytest.raises(SettingsError, match=r"treshold is no setting.*threshold, low_mark"):
         Settings().replace({"treshold": 5})
 
 

@@ -19,6 +19,11 @@ DEFAULT_DWELL_STEPS = 32
 class SettingsError(ValueError):
     """A setting has a value that is not allowed. The message says what was given, what is allowed and what to do."""
 
+    def __init__(self, setting: str, message: str) -> None:
+        super().__init__(f"{setting} {message}")
+        self.setting = setting
+        self.message = message
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -49,19 +54,21 @@ class Settings:
         highest = max(self.threshold, 1)
         if self.low_mark is not None and not (_is_count(self.low_mark) and 1 <= self.low_mark <= highest):
             raise SettingsError(
-                f"low_mark is {self.low_mark!r}; allowed is an integer from 1 to the threshold ({self.threshold}): "
-                "lower it, raise the threshold, or leave it out to take three quarters of the threshold"
+                "low_mark",
+                f"is {self.low_mark!r}; allowed is an integer from 1 to the threshold ({self.threshold}): "
+                "lower it, raise the threshold, or leave it out to take three quarters of the threshold",
             )
         if self.forced not in (None, "open", "closed"):
             raise SettingsError(
-                f"forced is {self.forced!r}; allowed are 'open', 'closed' and None: use None to let the load decide"
+                "forced", f"is {self.forced!r}; allowed are 'open', 'closed' and None: use None to let the load decide"
             )
         if self.threshold == 0:
             for name in ("low_mark", "kv_token_threshold", "forced"):
                 if getattr(self, name):
                     raise SettingsError(
-                        f"{name} is {getattr(self, name)!r} while threshold is 0; it is allowed with a threshold of 1 "
-                        f"or more: set a threshold, or leave {name} out"
+                        name,
+                        f"is {getattr(self, name)!r} while threshold is 0; it is allowed with a threshold of 1 "
+                        f"or more: set a threshold, or leave {name} out",
                     )
 
     @property
@@ -82,7 +89,7 @@ class Settings:
         names = [field.name for field in dataclasses.fields(self)]
         for name in changes:
             if name not in names:
-                raise SettingsError(f"{name!r} is no setting of the gate; known are {', '.join(names)}: correct it")
+                raise SettingsError(name, f"is no setting of the gate; known are {', '.join(names)}: correct it")
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]  # __post_init__ checks the values
 
     def describe(self) -> dict[str, object]:
@@ -173,4 +180,4 @@ def _is_count(value: object) -> bool:
 
 def _check_count(name: str, value: object, zero: str) -> None:
     if not _is_count(value):
-        raise SettingsError(f"{name} is {value!r}; allowed is an integer of 0 or more ({zero}): correct it")
+        raise SettingsError(name, f"is {value!r}; allowed is an integer of 0 or more ({zero}): correct it")

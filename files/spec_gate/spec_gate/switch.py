@@ -1,28 +1,24 @@
-"""The gate in SGLang's scheduler: closed, it is one of a server without speculation; open, one of a speculative server.
+"""Turns a scheduler between the two modes: closed, it is one of a server without speculation; open, a speculative one's.
 
-The patched event loops ask `at_boundary` before they schedule, and leave when the mode has changed; `run` then enters the
-loop of the new mode. Nothing of SGLang's own loops, workers or kernels is replaced.
+Nothing of SGLang's own loops, workers or kernels is replaced: `to` changes what the scheduler runs, the event loop that is
+running then returns, and the scheduler enters the one that its new mode needs.
 
-At a boundary, when no result is waiting, the two modes describe a request alike: KV rows for all of its tokens but the
-latest. So a switch only turns the batch's own fields: `output_ids` against `spec_info`, and the flags.
+Between two steps, when no result is waiting, both modes describe a request alike: it has KV rows for all of its tokens but
+the latest. So a switch changes the batch's own fields: `output_ids` against `spec_info`, and the flags.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.managers.overlap_utils import FutureMap
-from sglang.srt.mem_cache.common import ceil_align
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.utils.common import ceil_align
 
-from spec_gate import status
 from spec_gate.draft_sync import DraftSync
 from spec_gate.plain import PlainWorker
-from spec_gate.policy import Policy, Settings, SettingsError
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -31,98 +27,60 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SETTINGS = tuple(field.name for field in dataclasses.fields(Settings))
 
+class Switch:
+    """What a scheduler needs in either mode, made once at start; `closed` is what it runs now.
 
-class SchedulerGate:
-    """Holds the mode of one scheduler. `closed` is what the scheduler runs; the policy's mode is what it shall run.
-
-    The two differ in one case: an idle server whose policy has opened keeps its closed loop until a decode batch is there.
-    Prompts are prefilled no slower there, and a burst that closes the gate again has then cost no switch.
+    sync_interval: closed steps between two syncs of the draft; see DraftSync.
     """
 
-    def __init__(self, scheduler: Scheduler, settings: Settings, sync_interval: int) -> None:
-        self.policy = Policy(settings)
+    def __init__(self, scheduler: Scheduler, sync_interval: int) -> None:
         self.closed = False
-        worker = scheduler.draft_worker
+        self._accepted_at_open = (0, 0)
         self._scheduler = scheduler
-        self._drafter = worker.draft_worker if scheduler.enable_overlap else worker
-        draft_runner = self._drafter.draft_runner if scheduler.enable_overlap else worker.model_runner
-        self._draft_sync = DraftSync(self._drafter, draft_runner, sync_interval)
+        worker = scheduler.draft_worker
+        if scheduler.enable_overlap:  # EAGLEWorkerV2, which only holds what drafts
+            self._draft_sync = DraftSync(worker.draft_worker, worker.draft_worker.draft_runner, sync_interval)
+        else:
+            self._draft_sync = DraftSync(worker, worker.model_runner, sync_interval)
+            # What the overlap loop needs and init_overlap leaves out for EAGLEWorker.
+            scheduler.batch_record_buf = [None] * 2
+            scheduler.batch_record_ct = 0
         self._plain = PlainWorker(scheduler.tp_worker, self._draft_sync)
         none = SpeculativeAlgorithm.NONE
-        plain_map = FutureMap(
+        plain_future_map = FutureMap(
             scheduler.max_running_requests,
             scheduler.chunked_prefill_size,
             scheduler.model_config.context_len,
             scheduler.device,
             none,
         )
-        if not scheduler.enable_overlap:  # what init_overlap leaves out for EAGLEWorker, which never overlaps
-            scheduler.batch_record_buf = [None] * 2
-            scheduler.batch_record_ct = 0
         self._modes = {
             False: (scheduler.spec_algorithm, scheduler.enable_overlap, worker, scheduler.future_map),
-            True: (none, True, self._plain, plain_map),
+            True: (none, True, self._plain, plain_future_map),
         }
         logger.info(
-            "spec_gate armed: decode graphs %.2f s, %.3f GB; draft sync every %d steps, buffers %.3f GB",
+            "The gate's plain decode took %.1f s and %.3f GB, its draft sync (every %d steps) %.3f GB for %d slots",
             self._plain.start_seconds,
             self._plain.memory_bytes / (1 << 30),
             sync_interval,
             self._draft_sync.memory_bytes / (1 << 30),
+            scheduler.req_to_token_pool.size,
         )
 
-    def run(self) -> None:
-        """The scheduler's event loop: SGLang's overlap loop or its normal one, whichever the mode needs."""
-        while True:
-            if self._scheduler.enable_overlap:
-                self._scheduler.event_loop_overlap()
-            else:
-                self._scheduler.event_loop_normal()
-
     def state(self) -> dict[str, object]:
-        """The gate's block in /server_info."""
-        return status.gate(self.policy, len(self._scheduler.running_batch.reqs))
+        """Figures for /server_info and the status file: the draft sync's work so far, in tokens and seconds."""
+        sync = self._draft_sync
+        return {
+            "pending_sync_steps": sync.pending_steps,
+            "syncs": sync.syncs,
+            "synced_tokens": sync.synced_tokens,
+            "sync_seconds": round(sync.sync_seconds, 4),
+            "accept_length_since_open": self._accept_length_since_open(),
+        }
 
-    @property
-    def setting_names(self) -> set[str]:
-        """The names under which /set_internal_state takes the policy's settings."""
-        return {f"spec_gate_{name}" for name in _SETTINGS}
-
-    def change_settings(self, changes: Mapping[str, object]) -> bool:
-        """Change the policy's settings by their names in /set_internal_state; other names are left alone.
-
-        False when a value is refused; nothing is changed then, and the log says why.
-        """
-        mine = {name.removeprefix("spec_gate_"): changes[name] for name in self.setting_names & changes.keys()}
-        try:
-            self.policy.settings = self.policy.settings.replace(mine)
-        except SettingsError as error:
-            logger.warning("spec_gate refused a change of its settings: %s", error)
-            return False
-        if mine:
-            logger.info("spec_gate settings changed: %s", self.policy.settings)
-        return True
-
-    def at_boundary(self) -> bool:
-        """Decide and switch, between receiving requests and scheduling. True when the event loop must be left."""
-        s = self._scheduler
-        last = s.last_batch
-        prefilled = last is not None and last.forward_mode.is_extend()
-        if prefilled and (s.waiting_queue or s.chunked_req is not None or last.chunked_req is not None):
-            return False  # more prefill follows, and no decode step is to be decided yet
-        reqs = [req for req in s.running_batch.reqs if not req.finished()]
-        if prefilled:
-            reqs += [req for req in last.reqs if not req.finished()]
-        kv_tokens = sum(req.seqlen for req in reqs) if self.policy.settings.kv_token_threshold else 0
-        closed = self.policy.decide(len(reqs), kv_tokens).mode == "closed"
-        if not reqs or closed == self.closed:
-            return False
-        self._switch(closed)
-        return True
-
-    def _switch(self, closed: bool) -> None:
+    def to(self, closed: bool) -> None:
+        """Switch to closed, or to open. Only between two steps; the event loop must be entered anew after it."""
         s = self._scheduler
         if s.enable_overlap:
             while s.result_queue:
@@ -137,6 +95,21 @@ class SchedulerGate:
         if not closed:
             self._open(batch)
         s.last_batch = None
+
+    def _accepted(self) -> tuple[int, int]:
+        """Tokens and verify steps so far, summed over the requests, as SGLang counts them."""
+        s = self._scheduler
+        return (
+            s.spec_total_num_accept_tokens + s.spec_num_accept_tokens,
+            s.spec_total_num_forward_ct + s.spec_num_forward_ct,
+        )
+
+    def _accept_length_since_open(self) -> float | None:
+        tokens, steps = self._accepted()
+        if steps < self._accepted_at_open[1]:  # /set_internal_state has reset SGLang's counts
+            self._accepted_at_open = (0, 0)
+        tokens, steps = tokens - self._accepted_at_open[0], steps - self._accepted_at_open[1]
+        return round(tokens / steps, 3) if steps else None
 
     def _merged_batch(self) -> ScheduleBatch:
         """The running batch with the last prefill merged into it and without finished requests."""
@@ -166,6 +139,7 @@ class SchedulerGate:
 
     def _open(self, batch: ScheduleBatch) -> None:
         s = self._scheduler
+        self._accepted_at_open = self._accepted()
         if not batch.is_empty():
             self._set_lengths(batch)
             draft_input = self._draft_sync.open(batch.get_model_worker_batch(), self._latest_tokens(batch))
@@ -174,8 +148,7 @@ class SchedulerGate:
                 s.future_map.store_to_map_for_new_batch(draft_input.future_indices, draft_input)
             batch.spec_info = draft_input
             batch.output_ids = None
-        # Retracted requests wait, too, and are prefilled with the draft again.
-        for req in (*batch.reqs, *s.waiting_queue, *([s.chunked_req] if s.chunked_req else [])):
+        for req in (*batch.reqs, *([s.chunked_req] if s.chunked_req else [])):
             req.draft_len = None
 
     def _draft_input(self, batch: ScheduleBatch) -> EagleDraftInput:
@@ -210,11 +183,3 @@ class SchedulerGate:
             )
         req.kv_allocated_len = req.kv_committed_len
 
-
-def arm(scheduler: Scheduler) -> SchedulerGate | None:
-    """The gate for this scheduler, or None when its arguments set no threshold: it then runs as released."""
-    args = scheduler.server_args
-    settings = Settings(**{name: getattr(args, f"spec_gate_{name}") for name in _SETTINGS})
-    if not settings.threshold:
-        return None
-    return SchedulerGate(scheduler, settings, args.spec_gate_sync_interval)

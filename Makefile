@@ -1,0 +1,67 @@
+# Two commands for everybody: `make deploy` and `make test`. The others are their parts.
+
+PYTHON ?= python3
+threshold ?= 5
+
+COMPILE := $(CURDIR)/.venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+	--custom-compile-command "make lock"
+# What SGLang names as needed but a host without a GPU cannot use: 2 GB of kernels.
+GPU_ONLY := sglang-kernel flashinfer-cubin flashinfer-python sgl-deep-gemm cuda-tile nvidia-cutlass-dsl \
+	nvidia-cutlass-dsl-libs-base nvidia-cutlass-dsl-libs-cu13 torchao torchcodec torch-memory-saver
+
+.DEFAULT_GOAL := help
+.PHONY: help deploy test setup lint unit model host-up host-down lock clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+deploy: model host-up ## Set everything up, start a rehearsal host and deploy to it (threshold=5)
+	.venv/bin/ansible-playbook deploy.yml -e threshold=$(threshold)
+
+test: lint model ## Set everything up and run all tests: lint, unit, engine and hosts
+	.venv/bin/pytest
+
+setup: .venv/requirements.lock ## Make .venv, with the packages that requirements.lock pins
+
+lint: setup ## Run the linters and the type checker
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+	.venv/bin/yamllint --strict .
+	PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/ansible-lint
+
+unit: setup ## Run the tests that need neither the engine nor a host
+	.venv/bin/pytest tests/unit
+
+model: setup ## Train the rehearsal model, unless it is in the cache
+	.venv/bin/python -m rehearsal model
+
+host-up: setup ## Start rehearsal-1
+	.venv/bin/python -m rehearsal up
+
+host-down: setup ## Shut the rehearsal hosts down; their disks stay
+	.venv/bin/python -m rehearsal down
+
+lock: setup ## Compile requirements.lock and files/locks, keeping what still fits
+	$(COMPILE) pyproject.toml --group test --output-file requirements.lock
+	cd files/locks && for input in *-cpu.in; do \
+		$(COMPILE) $$input $(GPU_ONLY:%=--no-emit-package=%) --output-file $${input%.in}.txt; done
+
+clean: setup ## Delete the rehearsal hosts and .venv; the cache in ~/.cache/specgate stays
+	.venv/bin/python -m rehearsal remove
+	SPECGATE_REHEARSAL_DIR=.rehearsal/tests .venv/bin/python -m rehearsal remove
+	rm -rf .rehearsal .venv
+
+# pip installs only the uv that the lock pins, and uv, much faster, the rest. The copy of the lock, written last, says
+# what is installed: a set-up that was interrupted is done again.
+.venv/requirements.lock: requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "installing python3-venv"; sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); \
+		$$sudo apt-get update -qq && $$sudo apt-get install --yes --no-install-recommends python3-venv; } </dev/null
+	$(PYTHON) -m venv .venv
+	sed -n '/^uv==/,/# via/p' requirements.lock >.venv/uv.lock
+	.venv/bin/pip install --quiet --disable-pip-version-check --require-hashes --requirement .venv/uv.lock
+	.venv/bin/uv pip sync --quiet --python .venv --require-hashes requirements.lock
+	cp requirements.lock $@

@@ -1,0 +1,245 @@
+"""What people see: the outcome on the first line, then tables. Programs read the documents (``--json``) instead."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich import progress as rich_progress
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from diagnostics.fanout import Entry
+from diagnostics.inventory import Host
+from diagnostics.load import Plan
+from diagnostics.traffic import OUTCOMES, PERCENTILES, Result
+
+PIPED_WIDTH = 120
+
+
+def make_console() -> Console:
+    """A console on standard output."""
+    # In a file or a pipe rich would take 80 columns and cut the tables.
+    return Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, markup=False, highlight=False)
+
+
+def _outcome(console: Console, what: str, entries: Sequence[Entry], detail: str = "") -> None:
+    """Print the first line, then each reason of each host that is not ok."""
+    bad = [entry["host"] for entry in entries if not entry["ok"]]
+    if bad:
+        console.print(Text(f"{what} FAILED on {len(bad)} of {len(entries)} hosts: {', '.join(bad)}", "bold red"))
+    else:
+        console.print(Text(f"{what} passed on {', '.join(e['host'] for e in entries)}{detail}", "bold green"))
+    for entry in entries:
+        for reason in entry["reasons"]:
+            console.print(Text(f"  {entry['host']}: {reason}", "red"), soft_wrap=True)
+
+
+def _facts(title: str, rows: Iterable[tuple[str, object]]) -> Table:
+    """A table of name and value; rows without a value are left out."""
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in rows:
+        if value is not None and value != "":
+            table.add_row(Text(name, "dim"), Text(str(value)))
+    return table
+
+
+def smoke(entries: Sequence[Entry]) -> None:
+    """Show what was sent and what came back."""
+    console = make_console()
+    _outcome(console, "Smoke test", entries)
+    for entry in entries:
+        if not entry.get("sent"):
+            continue
+        got = entry["got"] or {}
+        length = entry["accept_length"]
+        unmeasured = "not measured" if entry["speculative"] else "the server does not speculate"
+        console.print()
+        console.print(
+            _facts(
+                f"{entry['host']}  {entry['model']}  SGLang {entry['sglang_version']}",
+                [
+                    ("sent", entry["sent"]["messages"][-1]["content"]),
+                    ("answer", got.get("text")),
+                    ("finish reason", got.get("finish_reason")),
+                    ("tokens", f"{got['prompt_tokens']} in, {got['output_tokens']} out" if got else None),
+                    ("time", f"{got['seconds']:.2f} s" if got else None),
+                    ("accept length", f"{length:.2f}" if length is not None else unmeasured),
+                ],
+            )
+        )
+
+
+class Progress:
+    """Bars on standard error while requests are on their way; nothing where that is no terminal."""
+
+    def __init__(self, hosts: Sequence[Host], plan: Plan) -> None:
+        columns = (
+            rich_progress.TextColumn("{task.description}", markup=False),
+            rich_progress.BarColumn(),
+            rich_progress.TextColumn(
+                "{task.completed} of {task.total} requests" if plan.requests else "{task.completed} requests"
+            ),
+            rich_progress.TimeElapsedColumn(),
+        )
+        console = Console(stderr=True)
+        self._bars = rich_progress.Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._tasks = {host.name: self._bars.add_task(host.name, total=plan.requests) for host in hosts}
+
+    def counter(self, host: Host) -> Callable[[Result], None]:
+        """Return a function that counts one result of *host*."""
+        return lambda result: self._bars.advance(self._tasks[host.name])
+
+    def __enter__(self) -> Progress:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+
+def load(entries: Sequence[Entry]) -> None:
+    """Show counts, throughput, latencies by kind of prompt, and the gate."""
+    console = make_console()
+    measured = [entry for entry in entries if entry.get("requests")]
+    answered = sum(entry["requests"]["answered"] for entry in measured)
+    sent = sum(entry["requests"]["sent"] for entry in measured)
+    rate = sum(entry["output_tokens_per_s"] or 0 for entry in measured)
+    _outcome(console, "Load test", entries, f": {answered} of {sent} requests answered, {rate:.1f} tok/s")
+    for entry in measured:
+        console.print()
+        console.print(_load_table(entry))
+        console.print(
+            _facts(
+                "",
+                [
+                    ("errors", "; ".join(f"{e['count']} {e['outcome']}: {e['reason']}" for e in entry["errors"])),
+                    ("skipped", ", ".join(f"{p['name']} ({p['tokens']} tokens)" for p in entry["skipped_prompts"])),
+                    ("gate", _gate_line(entry.get("gate"))),
+                    ("accept length", _accept_length(entry.get("accept_length_since_start"))),
+                ],
+            )
+        )
+
+
+def _load_table(entry: Entry) -> Table:
+    plan, counts = entry["plan"], entry["requests"]
+    title = (
+        f"{entry['host']}  C={plan['concurrency']}  {counts['sent']} requests in {entry['elapsed_s']:.1f} s: "
+        + ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES)
+        + f"  {entry['output_tokens_per_s'] or 0:.1f} tok/s"
+    )
+    table = Table(title=title, title_justify="left")
+    quantiles = "/".join(f"p{q}" for q in PERCENTILES)
+    table.add_column("kind")
+    table.add_column("answered", justify="right")
+    for name, unit in (("first token", "ms"), ("inter-token", "ms"), ("end to end", "s")):
+        table.add_column(f"{name} {quantiles} [{unit}]", justify="right")
+    for name, figures in [*entry["kinds"].items(), ("all", entry)]:
+        table.add_row(
+            Text(name),
+            f"{figures['requests']['answered']} of {figures['requests']['sent']}",
+            _quantiles(figures["time_to_first_token_s"], 1000, 0),
+            _quantiles(figures["inter_token_s"], 1000, 1),
+            _quantiles(figures["end_to_end_s"], 1, 2),
+        )
+    return table
+
+
+def _quantiles(values: Mapping[str, float] | None, factor: float, digits: int) -> str:
+    return " / ".join(f"{value * factor:.{digits}f}" for value in values.values()) if values else "-"
+
+
+def _gate_line(gate: Mapping[str, Any] | None) -> str:
+    if gate is None:
+        return "none: the server runs without the patch"
+    if "closed_steps" not in gate:
+        return f"threshold {gate['threshold']}; not known across the restart"
+    end = (
+        f"open again after {gate['open_again_after_s']:.1f} s"
+        if gate["open_again_after_s"] is not None
+        else "still closed"
+    )
+    steps = gate["open_steps"] + gate["closed_steps"]
+    return (
+        f"threshold {gate['threshold']}: {gate['transitions']} transitions, "
+        f"closed for {gate['closed_steps']} of {steps} steps, {end if gate['closed_steps'] else 'never closed'}"
+    )
+
+
+def _accept_length(length: float | None) -> str | None:
+    return None if length is None else f"{length:.2f} (SGLang's mean since its start, closed steps included)"
+
+
+def status(entries: Sequence[Entry]) -> None:
+    """Show one row a host, and one a GPU."""
+    console = make_console()
+    _outcome(console, "Status check", entries)
+    table = Table()
+    for name in (
+        "host",
+        "unit",
+        "uptime",
+        "restarts",
+        "deployment",
+        "release",
+        "threshold",
+        "gate",
+        "running",
+        "waiting",
+    ):
+        table.add_column(name)
+    for entry in entries:
+        unit, deployment, requests = entry.get("unit"), entry.get("deployment") or {}, entry.get("requests") or {}
+        table.add_row(
+            *(
+                Text(str(value if value is not None else "-"))
+                for value in (
+                    entry["host"],
+                    f"{unit['ActiveState']} ({unit['SubState']})" if unit else "not reached",
+                    _duration(unit["uptime_s"]) if unit else None,
+                    unit["NRestarts"] if unit else None,
+                    deployment.get("id"),
+                    deployment.get("release"),
+                    deployment.get("threshold"),
+                    ", ".join(dict.fromkeys(gate["mode"] for gate in entry.get("gates", []))) or None,
+                    requests.get("running"),
+                    requests.get("waiting"),
+                )
+            )
+        )
+    console.print(table)
+    for entry in entries:
+        for gpu in entry.get("gpus", []):
+            console.print(Text(f"{entry['host']}: " + ", ".join(f"{name} {value}" for name, value in gpu.items())))
+
+
+def _duration(seconds: float | None) -> str | None:
+    if seconds is None:
+        return None
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h" if days else f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def logs(entries: Sequence[Entry]) -> None:
+    """Print each host's lines as they are; what could not be read goes to standard error."""
+    for entry in entries:
+        if len(entries) > 1 and entry.get("lines"):
+            print(f"==> {entry['host']} <==")
+        for line in entry.get("lines", []):
+            print(line)
+        for reason in entry["reasons"]:
+            print(f"{entry['host']}: {reason}", file=sys.stderr)
+
+
+def line_printer(host: Host, hosts: int) -> Callable[[str], None]:
+    """Return a function that prints one followed line, with the host's name where there are several."""
+    prefix = f"{host.name} | " if hosts > 1 else ""
+    return lambda line: print(f"{prefix}{line}", flush=True)

@@ -1,0 +1,90 @@
+"""One real chat request, and whether speculation accepts anything: what is checked after each start of the service."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from diagnostics.prompts import Prompt
+from diagnostics.server import ServerError, ServerInfo, api_client, call, server_info, tokenise
+from diagnostics.traffic import FINISHED, chat_body, text_of
+
+PROMPT = Prompt(
+    name="smoke",
+    kind="chat",
+    messages=({"role": "user", "content": "Tell me in a few sentences how bread is made."},),
+    max_tokens=64,
+)
+
+# A draft of the wrong kind gives exactly 1.00 and one with random weights 1.05 to 1.12; trained pairs exceed 1.5.
+DEFAULT_ACCEPT_LENGTH_FLOOR = 1.2
+
+
+async def smoke(socket: str, *, floor: float, timeout: float) -> dict[str, Any]:
+    """Send one chat request through *socket* and return ``{"ok", "reasons", "sent", "got", "accept_length", ...}``.
+
+    *floor* is the accept length (tokens a verify step, the bonus token included) that must be exceeded where the server
+    speculates; *timeout* (seconds) bounds each of the four requests.
+    """
+    facts: dict[str, Any] = {"ok": False, "sent": None, "got": None, "accept_length": None}
+    reasons: list[str] = []
+    try:
+        async with api_client(socket, timeout) as client:
+            info = await server_info(client)
+            facts |= {"model": info.model, "sglang_version": info.version, "speculative": info.speculative}
+            facts["sent"] = chat_body(info.model, PROMPT, seed=0, stream=False)
+            began = time.monotonic()
+            answer = await call(client, "POST", "/v1/chat/completions", facts["sent"])
+            facts["got"] = got = _read(answer, time.monotonic() - began)
+            if not got["text"].strip():
+                reasons.append("the answer has no text")
+            if got["finish_reason"] not in FINISHED:
+                reasons.append(f"finish reason {got['finish_reason']!r}; expected one of {', '.join(FINISHED)}")
+            if info.speculative and not _held_closed(info):
+                tokens = await tokenise(client, info.model, PROMPT)
+                generated = await call(client, "POST", "/generate", _native_body(tokens))
+                facts["accept_length"], problem = _accept_length(generated, floor)
+                reasons += [problem] if problem else []
+    except ServerError as error:
+        reasons.append(str(error))
+    return facts | {"ok": not reasons, "reasons": reasons}
+
+
+def _read(answer: Any, seconds: float) -> dict[str, Any]:
+    try:
+        choice, usage = answer["choices"][0], answer["usage"]
+        return {
+            "status": 200,
+            "text": text_of(choice["message"]),
+            "finish_reason": choice["finish_reason"],
+            "prompt_tokens": usage["prompt_tokens"],
+            "output_tokens": usage["completion_tokens"],
+            "seconds": round(seconds, 3),
+        }
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ServerError(f"the chat answer has an unexpected form ({type(error).__name__}: {error})") from error
+
+
+def _held_closed(info: ServerInfo) -> bool:
+    """With a threshold of 1 a single request closes the gate: there is no acceptance to measure."""
+    return info.gate is not None and info.gate.threshold == 1
+
+
+def _native_body(tokens: list[int]) -> dict[str, Any]:
+    """The same prompt for SGLang's native interface: only this one tells the accept length of a single request."""
+    return {"input_ids": tokens, "sampling_params": {"temperature": 0, "max_new_tokens": PROMPT.max_tokens}}
+
+
+def _accept_length(generated: Any, floor: float) -> tuple[float | None, str | None]:
+    length = generated.get("meta_info", {}).get("spec_accept_length")
+    if length is None:
+        return (
+            None,
+            "the server speculates, but verified no draft: the gate may be closed by other traffic (fab status)",
+        )
+    if length <= floor:
+        return length, (
+            f"accept length {length:.2f}, expected more than {floor:g}: the draft does not fit the target "
+            "(wrong draft model, or EAGLE in place of EAGLE3)"
+        )
+    return length, None

@@ -1,0 +1,266 @@
+"""The command line: options in, one document out, an exit status that a program can trust.
+
+Exit status: 0 success, 1 failure, 2 wrong use (verify-worker: 3 for unknown). With ``--json`` standard output is one
+JSON document and nothing else; progress and Ansible's warnings go to standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json as json_format
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import fabric
+from invoke.exceptions import Exit
+
+from diagnostics import prompts as prompt_files
+from diagnostics import render, verdict, verify
+from diagnostics.connect import connect, tunnel
+from diagnostics.deployment import read_deployment
+from diagnostics.fanout import Entry, on_each
+from diagnostics.inventory import Host, UsageError, load_hosts
+from diagnostics.journal import journal
+from diagnostics.load import Plan
+from diagnostics.load import load as run_load
+from diagnostics.options import integer, number
+from diagnostics.smoke import DEFAULT_ACCEPT_LENGTH_FLOOR
+from diagnostics.smoke import smoke as run_smoke
+from diagnostics.status import status as read_status
+
+SUCCESS, FAILURE, USAGE = 0, 1, 2
+
+COMMON_HELP = {
+    "limit": "only these hosts (a pattern of Ansible's: names, groups, wildcards, '!' to leave out)",
+    "inventory": "inventory file or folder, may be repeated (default: what ansible.cfg names)",
+    "json": "print one JSON document and nothing else",
+}
+
+Task = TypeVar("Task", bound=Callable[..., None])
+
+
+def diagnostic_task(schema: str, **help_texts: str) -> Callable[[Task], Task]:
+    """Make a Fabric task whose wrong use is told in one sentence (with ``--json``: in a document) and exits with 2."""
+
+    def decorate(function: Task) -> Task:
+        @functools.wraps(function)
+        def guarded(context: fabric.Connection, **options: Any) -> None:
+            try:
+                function(context, **options)
+            except UsageError as error:
+                if options.get("json"):
+                    print_json({"schema": schema, "ok": False, "error": str(error), "hosts": []})
+                raise Exit(f"usage: {error}", USAGE) from error
+
+        made: Task = fabric.task(help=COMMON_HELP | help_texts, iterable=["inventory"], auto_shortflags=False)(guarded)
+        return made
+
+    return decorate
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """Print *document* as the only thing on standard output."""
+    json_format.dump(document, sys.stdout, indent=2, ensure_ascii=False)
+    print()
+
+
+def finish(schema: str, entries: Sequence[Entry], as_json: bool, show: Callable[[Sequence[Entry]], None]) -> NoReturn:
+    """Print the outcome and end the task: 0 when every host is ok."""
+    ok = all(entry["ok"] for entry in entries)
+    if as_json:
+        print_json({"schema": schema, "ok": ok, "hosts": list(entries)})
+    else:
+        show(entries)
+    raise Exit(code=SUCCESS if ok else FAILURE)
+
+
+def with_server(host: Host, timeout: float, work: Callable[[str], Entry]) -> Entry:
+    """Run *work* with a Unix socket that leads to the server of *host*'s active deployment.
+
+    A tunnel that ended meanwhile is named, because it explains what the server is blamed for. *timeout* (seconds)
+    bounds each step of reaching the host.
+    """
+    with connect(host, timeout) as connection:
+        deployment = read_deployment(connection, host, timeout)
+    with tunnel(host, deployment.address, deployment.port, timeout) as opened:
+        entry = {"deployment": deployment.id, **work(opened.socket)}
+        if (reason := opened.failure()) is not None:
+            entry |= {"ok": False, "reasons": [*entry["reasons"], reason]}
+        return entry
+
+
+REACH_TIMEOUT_S = 15.0
+
+
+@diagnostic_task(
+    "specgate.smoke/1",
+    accept_length_floor="accept length that must be exceeded where the server speculates "
+    f"(default {DEFAULT_ACCEPT_LENGTH_FLOOR:g})",
+    timeout="seconds that each request may take (default 60)",
+)
+def smoke(
+    context: fabric.Connection,
+    *,
+    limit: str | None = None,
+    inventory: Sequence[str] | None = None,
+    json: bool = False,
+    accept_length_floor: str = f"{DEFAULT_ACCEPT_LENGTH_FLOOR:g}",
+    timeout: str = "60",
+) -> None:
+    """Send one real chat request to each host and check the answer and the accept length."""
+    floor = number("accept-length-floor", accept_length_floor, minimum=0, unit="tokens")
+    seconds = number("timeout", timeout, minimum=1, unit="seconds")
+    hosts = load_hosts(inventory, limit)
+
+    def work(host: Host) -> Entry:
+        return with_server(
+            host, REACH_TIMEOUT_S, lambda socket: asyncio.run(run_smoke(socket, floor=floor, timeout=seconds))
+        )
+
+    finish("specgate.smoke/1", on_each(hosts, work), json, render.smoke)
+
+
+@diagnostic_task(
+    "specgate.load/1",
+    concurrency="requests in flight at any time, on each host (default 10)",
+    requests="how many requests to send (default: five times the concurrency)",
+    duration="send for so many seconds instead",
+    warm_up="requests sent before, not measured (default: the concurrency)",
+    seed="order of the prompts and the requests' seeds (default 0)",
+    prompts="prompts of your own, one JSON object a line (docs/diagnostics.md)",
+    timeout="seconds that each request may take (default 120)",
+    expect_transitions="fail unless the gate closed during the load and opened again",
+)
+def load(
+    context: fabric.Connection,
+    *,
+    concurrency: str = "10",
+    requests: str | None = None,
+    duration: str | None = None,
+    warm_up: str | None = None,
+    seed: str = "0",
+    prompts: str | None = None,
+    timeout: str = "120",
+    expect_transitions: bool = False,
+    limit: str | None = None,
+    inventory: Sequence[str] | None = None,
+    json: bool = False,
+) -> None:
+    """Keep a number of real prompts in flight; count every request, measure latencies, watch the gate."""
+    if requests is not None and duration is not None:
+        raise UsageError("--requests and --duration are both given; allowed is one of them")
+    users = integer("concurrency", concurrency, minimum=1)
+    count = None if duration is not None else 5 * users
+    plan = Plan(
+        concurrency=users,
+        requests=integer("requests", requests, minimum=1) if requests is not None else count,
+        duration=number("duration", duration, minimum=1, unit="seconds") if duration is not None else None,
+        warm_up=integer("warm-up", warm_up, minimum=0) if warm_up is not None else users,
+        seed=integer("seed", seed, minimum=0),
+        timeout=number("timeout", timeout, minimum=1, unit="seconds"),
+        expect_transitions=expect_transitions,
+    )
+    chosen = prompt_files.order(prompt_files.load_prompts(Path(prompts or prompt_files.SHIPPED)), plan.seed)
+    hosts = load_hosts(inventory, limit)
+
+    with render.Progress(hosts, plan) as progress:
+
+        def work(host: Host) -> Entry:
+            def measure(socket: str) -> Entry:
+                return asyncio.run(run_load(socket, plan, chosen, progress.counter(host)))
+
+            return with_server(host, REACH_TIMEOUT_S, measure)
+
+        entries = on_each(hosts, work)
+    finish("specgate.load/1", entries, json, render.load)
+
+
+@diagnostic_task("specgate.status/1", timeout="seconds that each step may take on a host (default 10)")
+def status(
+    context: fabric.Connection,
+    *,
+    limit: str | None = None,
+    inventory: Sequence[str] | None = None,
+    json: bool = False,
+    timeout: str = "10",
+) -> None:
+    """Show unit, deployment, threshold, gate, requests and GPUs of each host."""
+    seconds = number("timeout", timeout, minimum=1, unit="seconds")
+    entries = on_each(load_hosts(inventory, limit), lambda host: read_status(host, seconds))
+    finish("specgate.status/1", entries, json, render.status)
+
+
+@diagnostic_task(
+    "specgate.logs/1",
+    lines="how many of the last lines (default 50)",
+    grep="only lines that match this regular expression",
+    follow="go on with new lines until Ctrl-C",
+    timeout="seconds that reading may take (default 30)",
+)
+def logs(
+    context: fabric.Connection,
+    *,
+    lines: str = "50",
+    grep: str | None = None,
+    follow: bool = False,
+    limit: str | None = None,
+    inventory: Sequence[str] | None = None,
+    json: bool = False,
+    timeout: str = "30",
+) -> None:
+    """Print the journal of the service's running invocation."""
+    if follow and json:
+        raise UsageError("--follow and --json are both given; a document has an end: leave one of them out")
+    count = integer("lines", lines, minimum=1)
+    seconds = number("timeout", timeout, minimum=1, unit="seconds")
+    hosts = load_hosts(inventory, limit)
+
+    def work(host: Host) -> Entry:
+        seen: list[str] = []
+        # A followed journal is shown as it comes; otherwise hosts are shown one after the other.
+        on_line = render.line_printer(host, len(hosts)) if follow else seen.append
+        journal(host, on_line, lines=count, pattern=grep, follow=follow, timeout=seconds)
+        return {"ok": True, "reasons": [], "lines": seen}
+
+    finish("specgate.logs/1", on_each(hosts, work), json, render.logs)
+
+
+@diagnostic_task(
+    verdict.SCHEMA,
+    save="folder to write the evidence to, one file per host",
+    evidence="judge the evidence in this folder (written by --save) and no host",
+    log="judge this log alone (plain, gzip or zstd): it can refute, but never prove",
+    timeout="seconds that a host may take (default 60)",
+)
+def verify_worker(
+    context: fabric.Connection,
+    *,
+    save: str | None = None,
+    evidence: str | None = None,
+    log: str | None = None,
+    timeout: str = "60",
+    limit: str | None = None,
+    inventory: Sequence[str] | None = None,
+    json: bool = False,
+) -> None:
+    """Prove that the serving processes run the patched file, in the worker that the configuration selects.
+
+    Exit status: 0 proved, 1 refuted, 3 unknown, 2 wrong use.
+    """
+    if sum(given is not None for given in (save, evidence, log)) > 1:
+        raise UsageError("allowed is one of --save, --evidence and --log: with the last two no host is asked")
+    seconds = number("timeout", timeout, minimum=1, unit="seconds")
+    if log is not None:
+        verdicts = verify.from_log(Path(log))
+    elif evidence is not None:
+        verdicts = verify.from_folder(Path(evidence))
+    else:
+        verdicts = verify.from_hosts(load_hosts(inventory, limit), seconds, Path(save) if save is not None else None)
+    if json:
+        print_json(verdict.document(verdicts))
+    else:
+        verify.show(verdicts)
+    raise Exit(code=verify.exit_status(verdicts))

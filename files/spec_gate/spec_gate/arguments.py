@@ -1,0 +1,130 @@
+"""The gate's arguments on SGLang's command line, and the configurations that it refuses at start.
+
+The fields on SGLang's ServerArgs have the options' names; None means that the option was not given.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from spec_gate.policy import DEFAULT_DWELL_STEPS, Settings, SettingsError
+
+# Setting of the policy: the field of ServerArgs that carries it.
+FIELDS = {
+    "threshold": "speculative_disable_batch_threshold",
+    "low_mark": "speculative_gate_low_mark",
+    "dwell_steps": "speculative_gate_dwell_steps",
+    "kv_token_threshold": "speculative_gate_kv_token_threshold",
+    "forced": "speculative_gate_force",
+}
+
+
+SYNC_INTERVAL = "speculative_gate_sync_interval"
+DEFAULT_SYNC_INTERVAL = 32
+
+
+class ArgumentError(ValueError):
+    """SGLang's arguments are not what the gate can serve. The message is one sentence that ends in what to do."""
+
+
+def option(field: str) -> str:
+    """The option of a field: "speculative_gate_force" is --speculative-gate-force."""
+    return "--" + field.replace("_", "-")
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Add the gate's options to SGLang's parser. Values are judged by `settings`, which names what is allowed."""
+    group = parser.add_argument_group("speculation gate")
+    group.add_argument(
+        option(FIELDS["threshold"]),
+        type=int,
+        metavar="N",
+        help="Switch speculation off at N running requests, and on again when load falls. 0 or absent: never.",
+    )
+    group.add_argument(
+        option(FIELDS["low_mark"]),
+        type=int,
+        metavar="N",
+        help="Switch speculation on again below N running requests. Default: three quarters of the threshold.",
+    )
+    group.add_argument(
+        option(FIELDS["dwell_steps"]),
+        type=int,
+        metavar="N",
+        help=f"Least number of decode steps between two switches. Default: {DEFAULT_DWELL_STEPS}.",
+    )
+    group.add_argument(
+        option(FIELDS["kv_token_threshold"]),
+        type=int,
+        metavar="N",
+        help="Switch speculation off at N resident KV tokens of the running requests as well. 0 or absent: never.",
+    )
+    group.add_argument(
+        option(FIELDS["forced"]),
+        choices=["open", "closed"],
+        help="Hold speculation on (open) or off (closed) whatever the load, for measurements.",
+    )
+    group.add_argument(
+        option(SYNC_INTERVAL),
+        type=int,
+        metavar="N",
+        help="Steps without speculation after which the draft model catches up with the tokens of these steps, in one "
+        f"forward. 0: never, and speculation starts cold. Default: {DEFAULT_SYNC_INTERVAL}.",
+    )
+
+
+def sync_interval(server_args: Any) -> int:
+    """Closed steps between two syncs of the draft; 0 for none. Raises ArgumentError when the value is not allowed."""
+    given = getattr(server_args, SYNC_INTERVAL)
+    if given is None:
+        return DEFAULT_SYNC_INTERVAL
+    if given < 0:
+        raise ArgumentError(f"{option(SYNC_INTERVAL)} is {given}; allowed is 0 (never) or more: correct it")
+    return given
+
+
+def settings(server_args: Any) -> Settings:
+    """The policy's settings from SGLang's arguments. Raises ArgumentError when a value is not allowed."""
+    given = {name: getattr(server_args, field) for name, field in FIELDS.items()}
+    try:
+        return Settings(**{name: value for name, value in given.items() if value is not None})
+    except SettingsError as error:
+        raise ArgumentError(f"{option(FIELDS[error.setting])} {error.message}") from None
+
+
+def check(server_args: Any) -> None:
+    """Refuse what the gate cannot serve or has not been tried with: raises ArgumentError.
+
+    To be called when SGLang has chosen the overlap schedule, and before it drops an adaptive speculation it cannot do.
+    Without a threshold every configuration passes: the gate is off.
+    """
+    threshold = settings(server_args).threshold
+    sync_interval(server_args)
+    if threshold == 0:
+        return
+    gate = f"{option(FIELDS['threshold'])} {threshold}"
+    algorithm = server_args.speculative_algorithm
+    if algorithm != "EAGLE3":
+        raise ArgumentError(
+            f"{gate} needs --speculative-algorithm EAGLE3, given is {algorithm}: give that or leave the threshold out"
+        )
+    refused = {
+        "--enable-dp-attention": server_args.enable_dp_attention,
+        f"--pp-size {server_args.pp_size}": server_args.pp_size > 1,
+        "--enable-multi-layer-eagle": server_args.enable_multi_layer_eagle,
+        "--enable-two-batch-overlap": server_args.enable_two_batch_overlap,
+        f"--disaggregation-mode {server_args.disaggregation_mode}": server_args.disaggregation_mode != "null",
+        "--enable-pdmux": server_args.enable_pdmux,
+        "--speculative-adaptive": server_args.speculative_adaptive,
+        "--enable-hierarchical-cache": server_args.enable_hierarchical_cache,
+        "--enable-hisparse": server_args.enable_hisparse,
+        "--enable-streaming-session": server_args.enable_streaming_session,
+        "--enable-lora": server_args.enable_lora,
+        # Closed, the hidden states are the draft's: several layers' in one.
+        "--enable-return-hidden-states": server_args.enable_return_hidden_states,
+        "--enable-return-routed-experts": server_args.enable_return_routed_experts,
+    }
+    for what, present in refused.items():
+        if present:
+            raise ArgumentError(f"{gate} does not work with {what}: leave one of the two out")

@@ -1,0 +1,121 @@
+"""The gate in a scheduler process: asks the policy before each decode step, acts on it, and reports.
+
+The patched modules of SGLang call into this module only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import sglang
+
+from spec_gate import arguments, metrics, status
+from spec_gate.policy import Policy, SettingsError
+from spec_gate.switch import Switch
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Gate:
+    """One gate per scheduler process, that is per tensor-parallel rank.
+
+    Without a threshold it reports who the process is, and the scheduler runs as released.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._policy = Policy(arguments.settings(scheduler.server_args))
+        self._running = 0
+        threshold = self._policy.settings.threshold
+        self._switch = Switch(scheduler, arguments.sync_interval(scheduler.server_args)) if threshold else None
+        if threshold > scheduler.max_running_requests:
+            logger.warning(
+                "The gate can never close: its threshold is %d and at most %d requests run; raise "
+                "--max-running-requests or lower the threshold",
+                threshold,
+                scheduler.max_running_requests,
+            )
+        identity = status.identity(
+            self._policy,
+            worker=type(scheduler.draft_worker or scheduler.tp_worker),
+            tp_rank=scheduler.tp_rank,
+            tp_size=scheduler.tp_size,
+            sglang_version=sglang.__version__,
+        )
+        self._reporter = status.Reporter(identity, status.runtime_directory())
+        self._metrics = None
+        if self._switch is not None and scheduler.enable_metrics:
+            self._metrics = metrics.Metrics(scheduler.metrics_collector.labels)
+
+    def report(self) -> None:
+        """Between two steps of the scheduler, an idle server's too."""
+        self._reporter.tick(self._state)
+        if self._metrics is not None:
+            self._metrics.update(self._state)
+
+    def switched(self) -> bool:
+        """Before the scheduler schedules: decide, and switch the scheduler. True when its event loop must be entered anew.
+
+        A server without requests is switched when its next decode batch is there: its prompts are prefilled no slower by
+        the closed server, and a burst that would close the gate again has then cost no switch.
+        """
+        if self._switch is None:
+            return False
+        s = self._scheduler
+        last = s.last_batch
+        prefilled = last is not None and last.forward_mode.is_extend()
+        if prefilled and (s.waiting_queue or s.chunked_req is not None or last.chunked_req is not None):
+            return False  # more prefill follows: no decode step is to be decided
+        # The prefilled requests join the running batch in the next step only.
+        reqs = _unfinished(s.running_batch.reqs) + (_unfinished(last.reqs) if prefilled else [])
+        self._running = len(reqs)
+        # Filled in for the second trigger only: the sum costs more than the decision.
+        kv_tokens = sum(req.seqlen for req in reqs) if self._policy.settings.kv_token_threshold else 0
+        decision = self._policy.decide(len(reqs), kv_tokens)
+        if decision.changed:
+            self._reporter.transition(self._state(), self._policy.steps)
+        closed = decision.mode == "closed"
+        if not reqs or closed == self._switch.closed:
+            return False
+        self._switch.to(closed)
+        return True
+
+    @property
+    def setting_names(self) -> set[str]:
+        """The names under which /set_internal_state takes the policy's settings: those of ServerArgs."""
+        return set(arguments.FIELDS.values()) if self._switch is not None else set()
+
+    def change_settings(self, changes: Mapping[str, object]) -> bool:
+        """Change the policy's settings by their names in ServerArgs; other names are left alone.
+
+        False when a value is refused; nothing is changed then, and the log says why.
+        """
+        mine = {name: changes[field] for name, field in arguments.FIELDS.items() if field in changes}
+        if not mine:
+            return True
+        try:
+            self._policy.settings = self._policy.settings.replace(mine)
+        except SettingsError as error:
+            logger.warning("The gate refuses a change of its settings: %s", error)
+            return False
+        logger.info("The gate's settings are now %s", self._policy.settings.describe())
+        return True
+
+    def describe(self) -> dict[str, object]:
+        """The block `spec_gate` of /server_info."""
+        settings = self._policy.settings.describe()
+        return self._state() | {"settings": settings, "identity": self._reporter.identity}
+
+    def _state(self) -> dict[str, object]:
+        state = status.gate(self._policy, self._running)
+        return state | self._switch.state() if self._switch is not None else state
+
+
+def _unfinished(reqs: list[Req]) -> list[Req]:
+    return [req for req in reqs if not req.finished()]

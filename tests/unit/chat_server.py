@@ -1,0 +1,171 @@
+"""A small HTTP server on a Unix socket that streams answers as SGLang does, and misbehaves when the prompt says so."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from diagnostics.prompts import Prompt
+
+TOKENS_PER_EVENT = (1, 3, 2)  # as with speculation: several tokens at a time
+
+
+def prompt(behaviour: str, kind: str = "chat") -> Prompt:
+    """A prompt that makes the server behave as *behaviour* names."""
+    return Prompt(behaviour, kind, ({"role": "user", "content": behaviour},), max_tokens=6)
+
+
+def event(**fields: Any) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def delta(text: str, tokens: int) -> bytes:
+    usage = {"prompt_tokens": 7, "completion_tokens": tokens}
+    return event(choices=[{"index": 0, "delta": {"content": text}, "finish_reason": None}], usage=usage)
+
+
+def finish(reason: str) -> bytes:
+    return event(choices=[{"index": 0, "delta": {}, "finish_reason": reason}])
+
+
+class ChatServer:
+    """Counts what it sees; ``info`` is what ``/server_info`` answers and may change while it runs."""
+
+    def __init__(self, info: dict[str, Any] | None = None) -> None:
+        self.info = info or server_info()
+        self.bodies: list[dict[str, Any]] = []
+        self.native: dict[str, Any] = {"text": "x", "meta_info": {"spec_accept_length": 3.0}}
+        self.context = 100
+        self.running = self.most_running = self.connections = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while head := (await reader.readuntil(b"\r\n\r\n")).decode():
+                method, path, _ = head.split(maxsplit=2)
+                sizes = [
+                    line.split(":")[1] for line in head.lower().split("\r\n") if line.startswith("content-length:")
+                ]
+                body = json.loads(await reader.readexactly(int(sizes[0]))) if sizes else None
+                await self.answer(method, path, body, writer)
+        writer.close()
+
+    async def answer(self, method: str, path: str, body: Any, writer: asyncio.StreamWriter) -> None:
+        if path == "/v1/chat/completions":
+            self.bodies.append(body)
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+            try:
+                await self.chat(body, writer)
+            finally:
+                self.running -= 1
+        elif path == "/server_info":
+            reply(writer, self.info)
+        elif path == "/v1/models":
+            reply(writer, {"data": [{"id": "tiny", "max_model_len": self.context}]})
+        elif path == "/v1/loads?include=core":
+            reply(writer, {"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": 0}]})
+        elif path == "/v1/tokenize":
+            reply(writer, {"tokens": list(range(len(body["messages"][-1]["content"])))})
+        elif path == "/generate":
+            reply(writer, self.native)
+        else:
+            reply(writer, {"message": f"no {path}"}, status=404)
+
+    async def chat(self, body: Any, writer: asyncio.StreamWriter) -> None:
+        behaviour = body["messages"][-1]["content"]
+        if behaviour == "refused":
+            reply(writer, {"object": "error", "message": "too long"}, status=400)
+        elif behaviour == "broken":
+            reply(writer, "Internal Server Error", status=500)
+        elif behaviour == "silent":
+            await asyncio.sleep(3600)
+        elif behaviour == "hang up":
+            writer.transport.abort()
+        elif not body["stream"]:
+            reply(writer, completion("" if behaviour == "empty" else "some text"))
+        else:
+            await self.stream(behaviour, writer)
+
+    async def stream(self, behaviour: str, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        chunk(writer, event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}]))
+        total = 0
+        for tokens in TOKENS_PER_EVENT:
+            total += tokens
+            chunk(writer, delta("word ", total))
+            await writer.drain()
+            await asyncio.sleep(0.01)
+            if total > 1 and behaviour == "reset":
+                writer.transport.abort()
+                return
+            if total > 1 and behaviour == "stall":
+                await asyncio.sleep(3600)
+        endings = {
+            "error event": [event(error={"message": "out of memory", "code": 500})],
+            "no end": [finish("stop")],
+            "no reason": [b"data: [DONE]\n\n"],
+            "aborted": [finish("abort"), b"data: [DONE]\n\n"],
+            "garbage": [b"data: {not json\n\n"],
+        }
+        for part in endings.get(behaviour, [finish("length"), b"data: [DONE]\n\n"]):
+            chunk(writer, part)
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+
+
+def completion(text: str) -> dict[str, Any]:
+    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+    return {"choices": [choice], "usage": {"prompt_tokens": 7, "completion_tokens": 6}}
+
+
+def chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+
+def reply(writer: asyncio.StreamWriter, document: Any, status: int = 200) -> None:
+    body = document.encode() if isinstance(document, str) else json.dumps(document).encode()
+    writer.write(f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+
+
+def server_info(speculative: bool = True, **gate: Any) -> dict[str, Any]:
+    """What ``/server_info`` of a patched server says; *gate* changes the gate's fields, ``gate=None`` leaves it out."""
+    state: dict[str, Any] = {"avg_spec_accept_length": 2.5}
+    if gate.get("gate", True) is not None:
+        counters = {"mode": "open", "threshold": 5, "transitions": 0, "open_steps": 0, "closed_steps": 0, "running": 0}
+        state["spec_gate"] = counters | {"identity": {"pid": 100, "start_ticks": 7}} | gate
+    return {
+        "served_model_name": "tiny",
+        "version": "0.5.12.post1",
+        "speculative_algorithm": "EAGLE3" if speculative else None,
+        "internal_states": [state],
+    }
+
+
+@contextlib.asynccontextmanager
+async def listening(server: ChatServer, folder: Path) -> AsyncIterator[str]:
+    """Serve on a Unix socket in *folder*; yields its path."""
+    path = str(folder / "s")
+    listener = await asyncio.start_unix_server(server.serve, path)
+    try:
+        yield path
+    finally:
+        listener.close()
+
+
+async def serve_tcp(port: int) -> None:
+    """Serve on the loopback until killed, as the service of a host does."""
+    server = ChatServer()
+    server.context = 100_000
+    listener = await asyncio.start_server(server.serve, "127.0.0.1", port)
+    print(f"listening on {port}", flush=True)
+    await listener.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve_tcp(int(sys.argv[1])))

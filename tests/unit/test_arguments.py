@@ -1,0 +1,97 @@
+"""The gate's options: names, defaults, and the configurations refused at start."""
+
+import argparse
+from types import SimpleNamespace
+
+import pytest
+from spec_gate import arguments
+from spec_gate.policy import Settings
+
+
+def server_args(*options, **changes):
+    parser = argparse.ArgumentParser()
+    arguments.add_to(parser)
+    # What SGLang has made of a command line that the gate supports, when it calls the check.
+    known = {
+        "speculative_algorithm": "EAGLE3",
+        "enable_dp_attention": False,
+        "pp_size": 1,
+        "enable_multi_layer_eagle": False,
+        "enable_two_batch_overlap": False,
+        "disaggregation_mode": "null",
+        "enable_pdmux": False,
+        "speculative_adaptive": False,
+        "disable_overlap_schedule": True,
+    }
+    return SimpleNamespace(**known | vars(parser.parse_args(options)) | changes)
+
+
+def test_without_options_the_gate_is_off():
+    assert arguments.settings(server_args()) == Settings()
+
+
+def test_each_option_reaches_its_setting():
+    given = server_args(
+        *("--speculative-disable-batch-threshold", "8"),
+        *("--speculative-gate-low-mark", "5"),
+        *("--speculative-gate-dwell-steps", "9"),
+        *("--speculative-gate-kv-token-threshold", "4096"),
+        *("--speculative-gate-force", "closed"),
+    )
+    assert arguments.settings(given) == Settings(8, low_mark=5, dwell_steps=9, kv_token_threshold=4096, forced="closed")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--speculative-disable-batch-threshold", "-1"),
+        ("--speculative-disable-batch-threshold", "5", "--speculative-gate-low-mark", "6"),
+        ("--speculative-gate-force", "open"),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_refused_by_the_name_of_its_option(options):
+    with pytest.raises(arguments.ArgumentError) as refusal:
+        arguments.check(server_args(*options))
+    assert str(refusal.value).startswith(options[-2])
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("threshold", ["five", "5.5", ""])
+def test_a_threshold_that_is_no_integer_is_refused_by_the_parser(threshold, capsys):
+    with pytest.raises(SystemExit):
+        server_args("--speculative-disable-batch-threshold", threshold)
+    assert "--speculative-disable-batch-threshold: invalid int value" in capsys.readouterr().err
+
+
+UNSUPPORTED = [
+    ({"speculative_algorithm": None}, "EAGLE or EAGLE3"),
+    ({"speculative_algorithm": "STANDALONE"}, "EAGLE or EAGLE3"),
+    ({"speculative_algorithm": "NGRAM"}, "EAGLE or EAGLE3"),
+    ({"speculative_algorithm": "DFLASH"}, "EAGLE or EAGLE3"),
+    ({"speculative_algorithm": "FROZEN_KV_MTP"}, "EAGLE or EAGLE3"),
+    ({"enable_dp_attention": True}, "--enable-dp-attention"),
+    ({"pp_size": 2}, "--pp-size 2"),
+    ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
+    ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
+    ({"disaggregation_mode": "decode"}, "--disaggregation-mode decode"),
+    ({"enable_pdmux": True}, "--enable-pdmux"),
+    ({"speculative_adaptive": True}, "--speculative-adaptive"),
+    ({"disable_overlap_schedule": False}, "EAGLEWorkerV2"),
+]
+
+
+@pytest.mark.parametrize(("changes", "word"), UNSUPPORTED)
+def test_an_untried_configuration_is_refused_in_one_sentence_and_only_with_a_threshold(changes, word):
+    with pytest.raises(arguments.ArgumentError) as refusal:
+        arguments.check(server_args("--speculative-disable-batch-threshold", "5", **changes))
+    message = str(refusal.value)
+    assert word in message
+    assert "--speculative-disable-batch-threshold 5" in message
+    assert "leave" in message
+    assert "\n" not in message
+    arguments.check(server_args(**changes))
+    arguments.check(server_args("--speculative-disable-batch-threshold", "0", **changes))
+
+
+def test_the_supported_configuration_passes():
+    arguments.check(server_args("--speculative-disable-batch-threshold", "5"))

@@ -1,0 +1,173 @@
+"""The load test's document and verdict, against a real HTTP server with a gate that closes and opens."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_server import ChatServer, listening, prompt, server_info
+
+from diagnostics import load as load_module
+from diagnostics.load import Plan, load
+
+
+class GatedServer(ChatServer):
+    """Its gate closes at *closes_at* requests in flight and opens when all have gone, unless it *sticks*."""
+
+    def __init__(self, closes_at: int = 3, sticks: bool = False) -> None:
+        super().__init__()
+        self.closes_at, self.sticks = closes_at, sticks
+
+    @property
+    def gate(self) -> dict[str, Any]:
+        gate: dict[str, Any] = self.info["internal_states"][0]["spec_gate"]
+        return gate
+
+    async def chat(self, body: Any, writer: asyncio.StreamWriter) -> None:
+        self.move("closed" if self.running >= self.closes_at else self.gate["mode"])
+        await super().chat(body, writer)
+        if self.running == 1 and not self.sticks:
+            self.move("open")
+
+    def move(self, mode: str) -> None:
+        self.gate["transitions"] += mode != self.gate["mode"]
+        self.gate["mode"] = mode
+        self.gate[f"{mode}_steps"] += 6
+
+
+def run(folder: Path, server: ChatServer, behaviours: tuple[str, ...] = ("plain",), **changes: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "concurrency": 4,
+        "requests": 12,
+        "duration": None,
+        "warm_up": 1,
+        "seed": 0,
+        "timeout": 30.0,
+        "expect_transitions": False,
+    }
+
+    async def scenario() -> dict[str, Any]:
+        async with listening(server, folder) as socket:
+            return await load(socket, Plan(**settings | changes), [prompt(behaviour) for behaviour in behaviours])
+
+    return asyncio.run(scenario())
+
+
+def test_the_gate_closes_and_opens_again(tmp_path: Path) -> None:
+    document = run(tmp_path, GatedServer(), expect_transitions=True)
+    assert document["reasons"] == []
+    assert document["ok"] is True
+    assert document["requests"] == {"sent": 12, "answered": 12, "failed": 0, "lost": 0}
+    assert document["warm_up"] == {"sent": 1, "answered": 1, "failed": 0, "lost": 0}
+    assert document["gate"]["closed_steps"] > 0
+    assert document["gate"]["transitions"] >= 2
+    assert document["gate"]["after"] == "open"
+    assert document["model"] == "tiny"
+
+
+def test_expected_transitions_that_did_not_come_fail(tmp_path: Path) -> None:
+    document = run(tmp_path, GatedServer(closes_at=99), expect_transitions=True)
+    assert document["reasons"] == ["the gate did not close under this load (threshold 5)"]
+    assert document["ok"] is False
+
+
+def test_a_gate_that_need_not_close_is_no_failure(tmp_path: Path) -> None:
+    assert run(tmp_path, GatedServer(closes_at=99))["ok"] is True
+
+
+def test_a_gate_that_stays_closed_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_module, "REOPEN_WAIT_S", 0.1)
+    monkeypatch.setattr(load_module, "POLL_S", 0.02)
+    document = run(tmp_path, GatedServer(sticks=True))
+    assert document["ok"] is False
+    assert document["reasons"] == ["the gate is still closed 0.1 s after the load (0 requests running)"]
+
+
+def test_expected_transitions_need_a_gate(tmp_path: Path) -> None:
+    server = ChatServer(server_info(gate=None))
+    assert run(tmp_path, server)["ok"] is True
+    document = run(tmp_path, server, expect_transitions=True)
+    assert document["reasons"] == ["transitions were expected, but the server has no gate: it runs without the patch"]
+
+
+def test_a_restart_during_the_load_is_told(tmp_path: Path) -> None:
+    class Restarted(GatedServer):
+        async def chat(self, body: Any, writer: asyncio.StreamWriter) -> None:
+            await super().chat(body, writer)
+            if len(self.bodies) > 8:
+                self.gate["identity"]["pid"] = 101
+
+    document = run(tmp_path, Restarted())
+    assert document["requests"]["answered"] == 12
+    assert document["ok"] is False
+    assert document["reasons"] == [
+        "the server was restarted during the load: its scheduler is another process (fab logs)"
+    ]
+
+
+def test_each_request_without_an_answer_counts_against_the_load(tmp_path: Path) -> None:
+    document = run(tmp_path, GatedServer(), ("plain", "refused", "reset"), warm_up=0)
+    assert document["requests"] == {"sent": 12, "answered": 4, "failed": 4, "lost": 4}
+    assert document["reasons"] == ["4 of 12 requests failed", "4 of 12 requests lost"]
+    assert sum(error["count"] for error in document["errors"]) == 8
+
+
+def test_a_loss_in_the_warm_up_counts_too(tmp_path: Path) -> None:
+    document = run(tmp_path, GatedServer(), ("reset", "plain"), warm_up=1, requests=2, concurrency=1)
+    assert "1 of 1 requests lost in the warm-up" in document["reasons"]
+
+
+def test_a_server_that_dies_in_the_warm_up_is_told_with_its_losses(tmp_path: Path) -> None:
+    class Dying(GatedServer):
+        dead = False
+
+        async def answer(self, method: str, path: str, body: Any, writer: asyncio.StreamWriter) -> None:
+            self.dead = self.dead or path == "/v1/chat/completions"
+            if self.dead:
+                writer.transport.abort()
+            else:
+                await super().answer(method, path, body, writer)
+
+    document = run(tmp_path, Dying(), warm_up=20, concurrency=2)
+    lost, stopped, silent = document["reasons"]
+    assert lost == f"{document['warm_up']['lost']} of {document['warm_up']['sent']} requests lost in the warm-up"
+    assert stopped == f"stopped after {document['warm_up']['lost']} requests lost in a row in the warm-up"
+    assert silent.startswith("GET /server_info: RemoteProtocolError")
+    assert document["ok"] is False
+
+
+def test_prompts_that_do_not_fit_the_context_are_left_out_and_named(tmp_path: Path) -> None:
+    long = "x" * 94  # the server takes a character for a token, its context is 100, and the answer needs 6
+    document = run(tmp_path, GatedServer(), ("plain", long))
+    assert document["skipped_prompts"] == [{"name": long, "tokens": 100, "limit": 100}]
+    assert document["requests"]["answered"] == 12
+    assert document["ok"] is True
+
+
+def test_no_fitting_prompt_is_a_failure(tmp_path: Path) -> None:
+    document = run(tmp_path, GatedServer(), ("x" * 200,))
+    assert document["reasons"] == ["no prompt fits into the model's context"]
+    assert document["ok"] is False
+
+
+def test_kinds_are_measured_apart(tmp_path: Path) -> None:
+    server = GatedServer()
+
+    async def scenario() -> dict[str, Any]:
+        plan = Plan(2, 10, None, 0, 0, 30.0, False)
+        async with listening(server, tmp_path) as socket:
+            return await load(socket, plan, [prompt("plain", "chat"), prompt("refused", "code")])
+
+    kinds = asyncio.run(scenario())["kinds"]
+    assert {kind: figures["requests"]["answered"] for kind, figures in kinds.items()} == {"chat": 5, "code": 0}
+    assert kinds["code"]["end_to_end_s"] is None
+
+
+def test_without_a_server_the_document_says_so(tmp_path: Path) -> None:
+    plan = Plan(2, 10, None, 0, 0, 5.0, False)
+    document = asyncio.run(load(str(tmp_path / "none"), plan, [prompt("plain")]))
+    assert document["ok"] is False
+    assert len(document["reasons"]) == 1
+    assert document["reasons"][0].startswith("GET /server_info: ConnectError")

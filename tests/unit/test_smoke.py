@@ -1,0 +1,90 @@
+"""The smoke test passes only with text, a finish reason and, where the server speculates, accepted drafts."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_server import ChatServer, listening, prompt, server_info
+
+from diagnostics import smoke as smoke_module
+from diagnostics.smoke import smoke
+
+
+def run(folder: Path, server: ChatServer, floor: float = 1.2, timeout: float = 30.0) -> dict[str, Any]:
+    async def scenario() -> dict[str, Any]:
+        async with listening(server, folder) as socket:
+            return await smoke(socket, floor=floor, timeout=timeout)
+
+    return asyncio.run(scenario())
+
+
+def test_a_good_server_passes_and_the_document_tells_what_went_over(tmp_path: Path) -> None:
+    document = run(tmp_path, ChatServer())
+    assert document["reasons"] == []
+    assert document["ok"] is True
+    assert document["sent"]["messages"] == list(smoke_module.PROMPT.messages)
+    assert document["got"]["text"] == "some text"
+    assert document["got"]["finish_reason"] == "stop"
+    assert document["accept_length"] == 3.0
+    assert document["model"] == "tiny"
+
+
+@pytest.mark.parametrize("length", [1.0, 1.2])
+def test_an_accept_length_at_the_floor_fails(tmp_path: Path, length: float) -> None:
+    server = ChatServer()
+    server.native["meta_info"]["spec_accept_length"] = length
+    document = run(tmp_path, server)
+    assert document["ok"] is False
+    assert f"accept length {length:.2f}, expected more than 1.2" in document["reasons"][0]
+
+
+def test_speculation_that_verified_nothing_fails(tmp_path: Path) -> None:
+    server = ChatServer()
+    del server.native["meta_info"]["spec_accept_length"]
+    assert "verified no draft" in run(tmp_path, server)["reasons"][0]
+
+
+def test_without_speculation_there_is_no_accept_length_to_check(tmp_path: Path) -> None:
+    server = ChatServer(server_info(speculative=False, gate=None))
+    server.native = {"meta_info": {}}
+    document = run(tmp_path, server)
+    assert document["ok"] is True
+    assert document["accept_length"] is None
+
+
+def test_a_threshold_of_one_leaves_no_accept_length_to_check(tmp_path: Path) -> None:
+    server = ChatServer(server_info(threshold=1))
+    server.native = {"meta_info": {}}
+    assert run(tmp_path, server)["ok"] is True
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [
+        ("empty", "the answer has no text"),
+        ("refused", "POST /v1/chat/completions: HTTP 400: too long"),
+        ("broken", "POST /v1/chat/completions: HTTP 500: Internal Server Error"),
+        ("hang up", "POST /v1/chat/completions: RemoteProtocolError"),
+    ],
+)
+def test_a_bad_answer_fails_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: str, reason: str
+) -> None:
+    monkeypatch.setattr(smoke_module, "PROMPT", prompt(behaviour))
+    document = run(tmp_path, ChatServer())
+    assert document["ok"] is False
+    assert document["reasons"][0].startswith(reason)
+
+
+def test_a_silent_server_fails_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smoke_module, "PROMPT", prompt("silent"))
+    assert run(tmp_path, ChatServer(), timeout=0.3)["reasons"] == ["POST /v1/chat/completions: no answer in time"]
+
+
+def test_a_server_info_of_another_form_fails(tmp_path: Path) -> None:
+    document = run(tmp_path, ChatServer({"version": "9"}))
+    assert document["ok"] is False
+    assert document["reasons"][0].startswith("/server_info has an unexpected form")

@@ -1,0 +1,198 @@
+"""The command line: what it refuses, what it prints, and how it exits. Runs the real ``fab``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_server import ChatServer, listening, prompt
+
+from diagnostics import render
+from diagnostics.connect import HostUnreachable
+from diagnostics.fanout import on_each
+from diagnostics.inventory import REPOSITORY, Host, UsageError
+from diagnostics.load import Plan
+from diagnostics.load import load as run_load
+from diagnostics.options import integer, number
+from diagnostics.prompts import SHIPPED, load_prompts, order
+
+TASKS = ("load", "logs", "smoke", "status")
+
+
+def fab(*arguments: str, folder: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).with_name("fab")
+    return subprocess.run(
+        [program, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> str:
+    """An inventory of two hosts where nothing listens."""
+    path = tmp_path / "hosts.yml"
+    path.write_text("all:\n  hosts: {one: , two: }\n  vars: {ansible_host: 127.0.0.1, ansible_port: 1}\n")
+    return str(path)
+
+
+def test_the_tasks_are_listed() -> None:
+    answer = fab("--list")
+    assert answer.returncode == 0
+    for task in (*TASKS, "verify-worker"):
+        assert f"\n  {task} " in answer.stdout
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_host_that_does_not_answer_is_a_failure_and_hides_no_other(task: str, closed: str) -> None:
+    answer = fab(task, "--inventory", closed, "--json")
+    assert answer.returncode == 1, answer.stderr
+    document = json.loads(answer.stdout)
+    assert document["schema"] == f"specgate.{task}/1"
+    assert document["ok"] is False
+    assert [host["host"] for host in document["hosts"]] == ["one", "two"]
+    for host in document["hosts"]:
+        assert host["ok"] is False
+        assert "127.0.0.1:1" in host["reasons"][0]
+
+
+@pytest.mark.parametrize("task", ["load", "smoke", "status"])
+def test_people_read_the_outcome_first(task: str, closed: str) -> None:
+    answer = fab(task, "--inventory", closed)
+    assert answer.returncode == 1
+    assert "FAILED on 2 of 2 hosts: one, two" in answer.stdout.splitlines()[0]
+    assert "one: 127.0.0.1:1: " in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("load", "--concurrency", "abc"), "--concurrency is 'abc'; allowed is an integer of at least 1"),
+        (("load", "--concurrency", "0"), "--concurrency is '0'; allowed is an integer of at least 1"),
+        (("load", "--requests", "-1"), "--requests is '-1'; allowed is an integer of at least 1"),
+        (("load", "--requests", "5", "--duration", "5"), "--requests and --duration are both given"),
+        (("load", "--duration", "nan"), "--duration is 'nan'; allowed is a number of seconds of at least 1"),
+        (("load", "--prompts", "none.jsonl"), "--prompts 'none.jsonl' cannot be read"),
+        (("smoke", "--timeout", "0"), "--timeout is '0'; allowed is a number of seconds of at least 1"),
+        (("smoke", "--accept-length-floor", "x"), "--accept-length-floor is 'x'; allowed is a number of tokens"),
+        (("smoke", "--limit", "three"), "--limit 'three' matches no host; known hosts: one, two"),
+        (("status", "--timeout", ""), "--timeout is ''; allowed is a number of seconds of at least 1"),
+        (("logs", "--lines", "1.5"), "--lines is '1.5'; allowed is an integer of at least 1"),
+    ],
+)
+def test_wrong_use_exits_with_2_and_says_what_is_allowed(closed: str, arguments: tuple[str, ...], message: str) -> None:
+    answer = fab(*arguments, "--inventory", closed, "--json")
+    assert answer.returncode == 2
+    assert message in answer.stderr
+    assert "Traceback" not in answer.stderr
+    document = json.loads(answer.stdout)
+    assert document["ok"] is False
+    assert message in document["error"]
+
+
+def test_following_has_no_document(closed: str) -> None:
+    answer = fab("logs", "--follow", "--json", "--inventory", closed)
+    assert answer.returncode == 2
+    assert "--follow and --json are both given" in answer.stderr
+
+
+def test_an_inventory_that_is_not_there_exits_with_2() -> None:
+    answer = fab("status", "--inventory", "nowhere.yml")
+    assert answer.returncode == 2
+    assert answer.stdout == ""
+    assert "inventory 'nowhere.yml' does not exist" in answer.stderr
+
+
+def host(name: str) -> Host:
+    return Host(name, name, "ssh", (), "/opt/sglang", "sglang")
+
+
+def test_a_host_that_fails_hides_no_other() -> None:
+    def work(which: Host) -> dict[str, Any]:
+        if which.name == "b":
+            raise HostUnreachable("gone")
+        return {"ok": True, "reasons": []}
+
+    assert on_each([host("a"), host("b"), host("c")], work) == [
+        {"host": "a", "ok": True, "reasons": []},
+        {"host": "b", "ok": False, "reasons": ["gone"]},
+        {"host": "c", "ok": True, "reasons": []},
+    ]
+
+
+def test_a_bug_is_no_result() -> None:
+    def work(which: Host) -> dict[str, Any]:
+        raise KeyError("bug")
+
+    with pytest.raises(KeyError, match="bug"):
+        on_each([host("a")], work)
+
+
+@pytest.mark.parametrize("given", ["", " ", "1e3", "0x10", "none", "-1", "4"])
+def test_integers_are_checked(given: str) -> None:
+    with pytest.raises(UsageError, match="at least 5"):
+        integer("n", given, minimum=5)
+    assert integer("n", "5", minimum=5) == 5
+
+
+@pytest.mark.parametrize("given", ["", "inf", "nan", "-1", "1,5", "0.4"])
+def test_numbers_are_checked(given: str) -> None:
+    with pytest.raises(UsageError, match=r"number of seconds of at least 0\.5"):
+        number("n", given, minimum=0.5, unit="seconds")
+    assert number("n", "0.5", minimum=0.5, unit="seconds") == 0.5
+
+
+def test_shipped_prompts_are_of_several_kinds_and_named_once() -> None:
+    prompts = load_prompts()
+    assert {prompt.kind for prompt in prompts} == {"chat", "code", "summary", "json"}
+    assert len({prompt.name for prompt in prompts}) == len(prompts)
+    assert SHIPPED.parent == Path(render.__file__).parent
+
+
+def test_the_order_is_the_seeds_and_takes_kinds_in_turn() -> None:
+    prompts = load_prompts()
+    assert order(prompts, 1) == order(prompts, 1)
+    assert order(prompts, 1) != order(prompts, 2)
+    assert sorted(p.name for p in order(prompts, 1)) == sorted(p.name for p in prompts)
+    assert [p.kind for p in order(prompts, 1)[:8]] == ["chat", "code", "summary", "json"] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no prompt"),
+        ("{", r":1: not a prompt \(JSONDecodeError"),
+        ('{"name": "a"}', r":1: not a prompt \(KeyError"),
+        ('{"name": "a", "kind": "k", "messages": [], "max_tokens": 5}', ":1: messages must not be empty"),
+        ('{"name": "a", "kind": "k", "messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', "at least 1"),
+    ],
+)
+def test_prompts_of_ones_own_are_checked(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        load_prompts(path)
+
+
+def test_the_load_is_shown_with_its_errors_and_its_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def scenario() -> dict[str, Any]:
+        async with listening(ChatServer(), tmp_path) as socket:
+            plan = Plan(2, 4, None, 0, 0, 30.0, False)
+            return await run_load(socket, plan, [prompt("plain"), prompt("refused", "code")])
+
+    render.load([{"host": "a[b]", **asyncio.run(scenario())}, {"host": "gone", "ok": False, "reasons": ["no route"]}])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Load test FAILED on 2 of 2 hosts: a[b], gone"
+    assert "  a[b]: 2 of 4 requests failed" in lines
+    assert "  gone: no route" in lines
+    assert any("2 failed: HTTP 400: too long" in line for line in lines)
+    assert any("threshold 5: 0 transitions" in line for line in lines)

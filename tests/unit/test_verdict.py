@@ -1,0 +1,161 @@
+"""The verdict on each case, as a pure function of the evidence."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from verdict_cases import CASES, SERIES, Case, healthy, table
+
+from diagnostics import verdict
+from diagnostics.verdict import Verdict, judge
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_case(case: Case) -> None:
+    found = judge(case.evidence())
+    assert (found.verdict, found.reason) == (case.verdict, found.reason)
+    for words in case.says:
+        assert words in found.reason
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_case_leaves_the_evidence_as_it_was(case: Case) -> None:
+    evidence = case.evidence()
+    before = copy.deepcopy(evidence)
+    judge(evidence)
+    assert evidence == before
+
+
+def test_only_proved_without_a_link_that_is_refuted_or_unknown() -> None:
+    for case in CASES:
+        found = judge(case.evidence())
+        states = {link.state for link in found.links}
+        assert (found.verdict == "proved") == (not states & {"refuted", "unknown"}), case.name
+        for link in found.links:
+            assert (link.state in ("refuted", "unknown")) == bool(link.reason), (case.name, link)
+
+
+def paths(document: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items = (
+        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    )
+    return [path, *(found for key, value in items for found in paths(value, (*path, key)))]
+
+
+NEEDED = ("processes", "main_pid", "interpreter", "rank_files", "server", "unit", "deployment", "manifest", "log")
+
+
+@pytest.mark.parametrize("lost", NEEDED)
+def test_lost_evidence_is_never_a_proof_of_more(lost: str) -> None:
+    evidence = healthy(2) | {lost: None if lost not in ("processes", "rank_files") else []}
+    found = judge(evidence)
+    # Unit and deployment are claims, and a log can be rotated: without them the ranks still speak.
+    assert found.verdict in (("proved",) if lost in ("unit", "deployment", "log") else ("refuted", "unknown")), (
+        found.reason
+    )
+
+
+def test_missing_details_never_raise_and_never_prove_by_absence() -> None:
+    whole = healthy(2)
+    proofs = []
+    for path in paths(whole)[1:]:
+        evidence = copy.deepcopy(whole)
+        parent: Any = evidence
+        for key in path[:-1]:
+            parent = parent[key]
+        parent[path[-1]] = None
+        found = judge(evidence)
+        if found.verdict == "proved":
+            proofs.append(path)
+    essential = {"code_sha256", "patched_sha256", "sha256", "source_code_sha256", "worker", "worker_module", "listener"}
+    assert not [path for path in proofs if path[0] not in ("log", "reference") and path[-1] in essential]
+
+
+def test_wrong_sentence_names_both_files_and_the_way_out() -> None:
+    case = next(case for case in CASES if case.name == "wrong worker's file patched")
+    assert judge(case.evidence()).reason == (
+        "the patch is in eagle_worker_v2.py, but these processes run EAGLEWorker from eagle_worker.py, because top-k 4 "
+        "forces disable_overlap_schedule=True. Deploy with the v1 series or set top-k 1."
+    )
+
+
+def test_unreachable_host_is_unknown() -> None:
+    found = judge({"schema": "specgate.evidence/1", "host": "gpu-2", "error": "Connection refused"})
+    assert (found.verdict, found.links) == ("unknown", ())
+    assert "Connection refused" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("parts", "whole"),
+    [
+        (("proved", "proved"), "proved"),
+        (("proved", "unknown"), "unknown"),
+        (("proved", "unknown", "refuted"), "refuted"),
+        ((), "unknown"),
+    ],
+)
+def test_overall(parts: tuple[Any, ...], whole: str) -> None:
+    assert verdict.overall([Verdict("h", part, "") for part in parts]) == whole
+
+
+def test_document_names_the_worker_and_its_schema() -> None:
+    made = verdict.document([judge(healthy()), judge(healthy(2))])
+    assert (made["schema"], made["verdict"], made["worker"]) == ("specgate.verdict/1", "proved", "EAGLEWorker")
+    assert made["hosts"][0]["worker"] == "EAGLEWorker"
+    assert {link["state"] for link in made["hosts"][0]["links"]} == {"proved"}
+
+
+def test_notes_name_what_else_was_seen() -> None:
+    cases = {case.name: case for case in CASES}
+    orphan = judge(cases["orphan of a former server"].evidence())
+    assert any("orphaned scheduler" in note and "77" in note for note in orphan.notes)
+    assert any("70000 MiB" in note for note in orphan.notes)
+    assert any("pid 900" in note for note in judge(cases["two servers, one is the unit"].evidence()).notes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "version", "worker"),
+    [
+        ({"speculative_algorithm": None, "disable_overlap_schedule": False}, None, None),
+        ({"speculative_algorithm": "EAGLE", "disable_overlap_schedule": True}, "0.5.12.post1", "EAGLEWorker"),
+        ({"speculative_algorithm": "EAGLE3", "disable_overlap_schedule": False}, "0.5.12.post1", "EAGLEWorkerV2"),
+        ({"speculative_algorithm": "EAGLE3", "disable_overlap_schedule": True}, "0.5.13", "EAGLEWorkerV2"),
+        (
+            {"speculative_algorithm": "EAGLE", "disable_overlap_schedule": True, "enable_multi_layer_eagle": True},
+            "0.5.12.post1",
+            "MultiLayerEagleWorker",
+        ),
+        ({"speculative_algorithm": "STANDALONE", "disable_overlap_schedule": True}, "0.5.10", "StandaloneWorker"),
+        ({"speculative_algorithm": "NGRAM", "disable_overlap_schedule": True}, "0.5.12", "NGRAMWorker"),
+    ],
+)
+def test_selected_worker(arguments: dict[str, Any], version: str | None, worker: str | None) -> None:
+    assert verdict.selected_worker(arguments, version)[0] == worker
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["p", "--a", "1", "--b"], ["1"]),
+        (["p", "--b"], None),
+        (["p", "--a"], []),
+        (["p", "--a=1", "x"], ["1"]),
+        (["p", "--a", "1", "2", "--a", "3", "4"], ["3", "4"]),
+    ],
+)
+def test_option_words(command: list[str], words: list[str] | None) -> None:
+    assert verdict.option_words(command, "--a") == words
+
+
+def test_series_of_the_cases_is_not_a_shipped_one() -> None:
+    from diagnostics.evidence import reference
+
+    assert SERIES not in [manifest["series"] for manifest in reference()]
+
+
+def test_documentation_shows_the_cases() -> None:
+    page = (Path(__file__).parents[2] / "docs/verify-worker.md").read_text(encoding="utf-8")
+    assert table() in page, "replace the table by the output of: PYTHONPATH=. python tests/unit/verdict_cases.py"
