@@ -1,4 +1,4 @@
-"""Fixtures for the tests on the CPU engine: the trained pair and its prompts."""
+"""The rehearsal model, in $SPECGATE_PAIR with the prompts beside it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-
-pytest.importorskip("sglang", reason="needs the CPU engine's environment")
 
 
 class Pair(NamedTuple):

@@ -1,4 +1,4 @@
-"""SGLang's real scheduler in this process, step by step: no HTTP, no sockets, the CPU engine below.
+"""SGLang's real scheduler in this process, step by step: no HTTP, no tokenizer process; on the CPU engine, or on a GPU.
 
 A test scripts what arrives before each step and sees every request's output when the scheduler has become idle, after
 SGLang's own check that no KV slot and no request slot was lost.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 
-os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+if os.environ.get("SPECGATE_DEVICE", "cpu") == "cpu":
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 os.environ.setdefault("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "1")
 
 import torch
@@ -22,21 +22,34 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs, set_global_server_args_for_scheduler
 
-CPU = {
-    "device": "cpu",
+COMMON = {
     "dtype": "float32",
-    "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
     "grammar_backend": "xgrammar",
-    "disable_cuda_graph": True,
-    "skip_tokenizer_init": True,
     "skip_server_warmup": True,
-    "mem_fraction_static": 0.1,
     "max_total_tokens": 8192,
     "max_running_requests": 16,
     "chunked_prefill_size": 2048,
     "random_seed": 1,
+    "log_level": "warning",
 }
+DEVICES = {
+    "cpu": {
+        "attention_backend": "torch_native",
+        "disable_cuda_graph": True,
+        "skip_tokenizer_init": True,
+        "mem_fraction_static": 0.1,
+    },
+    "cuda": {
+        "attention_backend": "triton",
+        "cuda_graph_max_bs": 16,
+        "disable_piecewise_cuda_graph": True,
+        "skip_tokenizer_init": True,
+        "mem_fraction_static": 0.5,
+    },
+}
+# The CPU engine, unless this is to run on a GPU, with CUDA graphs.
+DEVICE = os.environ.get("SPECGATE_DEVICE", "cpu")
 TREE = {
     "speculative_algorithm": "EAGLE3",
     "speculative_num_steps": 3,
@@ -85,10 +98,9 @@ class InProcessScheduler(Scheduler):
     def __init__(self, target: str, draft: str | None = None, **arguments: object) -> None:
         load_plugins()
         models = {"model_path": target} | ({"speculative_draft_model_path": draft} if draft else {})
-        args = ServerArgs(**(CPU | models | arguments))
+        args = ServerArgs(**(COMMON | {"device": DEVICE} | DEVICES[DEVICE] | models | arguments))
         set_global_server_args_for_scheduler(args)
-        with tempfile.TemporaryDirectory():
-            super().__init__(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
+        super().__init__(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
         self.send_to_tokenizer = self.send_to_detokenizer = self
         self.before_step: Callable[[int], None] = lambda _step: None
         self._step = 0
@@ -135,7 +147,7 @@ class InProcessScheduler(Scheduler):
         self.before_step(self._step)
         now = self._step
         self._step += 1
-        arrived = [_tokenized(name, r) for name, r in self._script if r.at == now]
+        arrived = [_tokenized(name, r, self.model_config.vocab_size) for name, r in self._script if r.at == now]
         return arrived + [AbortReq(rid=name) for name, r in self._script if r.abort_at == now]
 
     def on_idle(self) -> None:
@@ -161,12 +173,12 @@ class InProcessScheduler(Scheduler):
                 one.correct_drafts = output.spec_num_correct_drafts[i]
 
 
-def _tokenized(name: str, request: Request) -> TokenizedGenerateReqInput:
+def _tokenized(name: str, request: Request, vocabulary: int) -> TokenizedGenerateReqInput:
     params = SamplingParams(
         **({"temperature": 0.0, "ignore_eos": True, "max_new_tokens": request.max_new_tokens} | dict(request.sampling))
     )
     params.normalize(None)
-    params.verify(256)
+    params.verify(vocabulary)
     return TokenizedGenerateReqInput(
         rid=name,
         input_text="",
@@ -181,5 +193,6 @@ def _tokenized(name: str, request: Request) -> TokenizedGenerateReqInput:
     )
 
 
-torch.set_num_threads(1)
-torch.Tensor.record_stream = lambda *_: None
+if DEVICE == "cpu":
+    torch.set_num_threads(1)
+    torch.Tensor.record_stream = lambda *_: None

@@ -7,8 +7,6 @@ import torch
 
 from inprocess import CHAIN, TREE, InProcessScheduler, Request
 
-pytestmark = pytest.mark.engine
-
 CLOSED_STEPS = 210
 WORKERS = {"EAGLEWorker": TREE, "EAGLEWorkerV2": CHAIN}
 

@@ -1,0 +1,127 @@
+"""The gate in SGLang's real scheduler: the same tokens in either mode and across switches, and no slot is ever lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from inprocess import CHAIN, TREE, InProcessScheduler, Request
+
+GATE = {"speculative_disable_batch_threshold": 3, "speculative_gate_dwell_steps": 3}
+# Small enough that requests are retracted, that prompts are prefilled in chunks, and that the prefix cache is evicted.
+TIGHT = {"max_running_requests": 6, "max_total_tokens": 480, "chunked_prefill_size": 24, "speculative_gate_sync_interval": 5}
+WORKERS = {
+    "EAGLEWorker, tree": TREE,
+    "EAGLEWorker, chain, page of 4": CHAIN | {"disable_overlap_schedule": True, "page_size": 4},
+    "EAGLEWorkerV2": CHAIN,
+    "EAGLEWorkerV2, page of 4": CHAIN | {"page_size": 4},
+}
+EXAMPLES = int(os.environ.get("SPECGATE_EXAMPLES", "200"))
+LENGTHS = (7, 30, 48)
+TOKENS = 96
+SAMPLINGS = (
+    {},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 0.7, "top_k": 20},
+    {"frequency_penalty": 0.5},
+    {"min_new_tokens": 4},
+)
+
+
+@pytest.fixture(scope="module")
+def reference(pair, prompts):
+    """Greedy tokens and log-probabilities of each prompt's prefixes from a server without speculation."""
+    scheduler = InProcessScheduler(pair.target)
+    keys = [(i, length) for i in range(6) for length in LENGTHS]
+    requests = [Request(prompts[i][:length], TOKENS, return_logprob=True) for i, length in keys]
+    outputs = scheduler.serve(requests)
+    scheduler.close()
+    return dict(zip(keys, outputs, strict=True))
+
+
+@pytest.fixture(params=WORKERS, scope="module")
+def scheduler(request, pair, reference):  # the reference first: one scheduler at a time
+    made = InProcessScheduler(pair.target, pair.draft, **(WORKERS[request.param] | GATE | TIGHT))
+    yield made
+    made.close()
+
+
+def force(scheduler: InProcessScheduler, steps: dict[int, str | None]) -> None:
+    """Have the gate forced open, forced closed or released (None) before the given steps."""
+
+    def before_step(step: int) -> None:
+        if step in steps:
+            assert scheduler.spec_gate.change_settings({"speculative_gate_force": steps[step]})
+
+    scheduler.before_step = before_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A request of a property test: its prompt's place in the reference and how it is asked for."""
+
+    prompt: int
+    length: int
+    tokens: int
+    at: int
+    lives: int | None  # steps after which it is aborted
+    sampling: int
+    logprob: bool
+    stream: bool
+
+
+cases = st.builds(
+    Case,
+    st.integers(0, 5),
+    st.sampled_from(LENGTHS),
+    st.integers(1, TOKENS),
+    st.integers(0, 60),
+    st.none() | st.integers(0, 40),
+    st.integers(0, len(SAMPLINGS) - 1),
+    st.booleans(),
+    st.booleans(),
+)
+switches = st.dictionaries(st.integers(0, 120), st.sampled_from(["open", "closed", None]), max_size=12)
+
+
+@pytest.mark.parametrize("forced", ["open", "closed", None])
+def test_outputs_are_those_of_a_server_without_speculation(scheduler, prompts, reference, forced):
+    force(scheduler, {0: forced})
+    keys = [(i, 48) for i in range(6)]
+    outputs = scheduler.serve([Request(prompts[i][:length], TOKENS, at=9 * i) for i, length in keys])
+    for key, output in zip(keys, outputs, strict=True):
+        assert output.token_ids == reference[key].token_ids
+        assert (output.verify_steps == 0) == (forced == "closed") or forced is None
+
+
+@settings(max_examples=EXAMPLES, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
+@given(requests=st.lists(cases, min_size=1, max_size=8), forced=switches)
+def test_any_mix_keeps_its_tokens_and_gives_back_its_slots(scheduler, prompts, reference, requests, forced):
+    slots = scheduler.free_slots()
+    force(scheduler, {0: None} | forced)
+    asked = [
+        Request(
+            prompts[c.prompt][: c.length],
+            c.tokens,
+            at=c.at,
+            abort_at=None if c.lives is None else c.at + c.lives,
+            sampling=SAMPLINGS[c.sampling],
+            return_logprob=c.logprob,
+            stream=c.stream,
+        )
+        for c in requests
+    ]
+    outputs = scheduler.serve(asked)  # runs SGLang's own checks for lost slots when it is idle
+    assert scheduler.free_slots() == slots
+    for case, output in zip(requests, outputs, strict=True):
+        if output.finished["type"] != "abort":
+            assert len(output.token_ids) == case.tokens
+        if case.sampling == 0:
+            expected = reference[case.prompt, case.length]
+            assert output.token_ids == expected.token_ids[: len(output.token_ids)]
+            if case.logprob:
+                assert output.logprobs == pytest.approx(expected.logprobs[: len(output.logprobs)], abs=1e-4)
