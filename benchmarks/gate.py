@@ -1,11 +1,13 @@
-"""Output tokens per second of one model without speculation, with it, and behind the gate, on the same GPU.
+"""Output tokens per second without speculation, with it, and behind the gate, on one GPU.
 
-    python benchmarks/gate.py --output DIR --plan tree --threshold 10 --acc 2.5 --run ID -- <arguments of every server>
+    python benchmarks/gate.py --output DIR --run ID --plan tree:10:2.5 --plan chain2:4:1.5 -- <arguments of every server>
 
-The arguments after `--` are SGLang's, those of the model and its draft included. All servers of a plan are started at once
-and measured one after the other, so that one start's noise is shared; an idle server takes a core and no GPU time. One gated
-server gives three arms: forced closed, forced open, and by its threshold. Acceptance is simulated by SGLang: every token is
-the same, so the figures say what a step costs, never what a draft earns.
+A plan is a shape of speculation, the gate's threshold, and the acceptance that SGLang simulates (0: real verification).
+Simulated, every token is the same, so the figures say what a step costs, never what a draft earns. The arguments after `--`
+are SGLang's, those of the model and its draft included.
+
+All servers are started at once and the arms take turns at each level: a machine that grows warm then favours none. An idle
+server takes no GPU time. One gated server gives three arms: forced closed, forced open, and by its threshold.
 
 Each worker of a closed loop sends 256 random tokens, waits for 128, and sends again.
 """
@@ -24,15 +26,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 
 INPUT, OUTPUT, VOCABULARY = 256, 128, 120000
-TREE = "--speculative-num-steps 5 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16".split()
-CHAIN = "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4".split()
+SHAPES = {
+    "tree": "--speculative-num-steps 5 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16".split(),
+    "chain2": "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4".split(),
+}
+RAMP = [1, 4, 8, 12, 16, 32, 16, 12, 8, 4, 1]
 GATE = "--speculative-disable-batch-threshold"
 SPECULATIVE = ("--speculative-algorithm", "--speculative-draft-model-path", "--speculative-draft-attention-backend")
-NEVER = 100000
 
 
 class Server:
@@ -129,95 +134,130 @@ def without_speculation(arguments: list[str]) -> list[str]:
     return kept
 
 
+class Plan(NamedTuple):
+    """A shape of speculation, the threshold of its gated server, and the simulated tokens per verify step (0: none)."""
+
+    name: str
+    threshold: int
+    acc: float
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """From "tree:10:2.5"; raises ValueError."""
+        name, threshold, acc = text.split(":")
+        if name not in SHAPES:
+            raise ValueError(f"the plan {name!r} is none of {', '.join(SHAPES)}")
+        return cls(name, int(threshold), float(acc))
+
+
+class Bench:
+    """The servers of a run, and the records of its measurements."""
+
+    def __init__(
+        self, output: Path, run: str, plans: list[Plan], skip: set[str], patched: Path | None, arguments: list[str]
+    ) -> None:
+        self.output, self.run, self.skip = output, run, skip
+        self.plans = {plan.name: plan for plan in plans}
+        self.records: list[dict] = []
+        plain = without_speculation(arguments)
+        self.servers: dict[str, Server] = {}
+
+        def start(name: str, server_arguments: list[str], environment: dict[str, str]) -> None:
+            if name not in map(self.server_name, self.arms()):
+                return
+            self.servers[name] = Server(name, 30100 + len(self.servers), server_arguments, output, environment)
+
+        start("base", plain, {})
+        start("basenoov", [*plain, "--disable-overlap-schedule"], {})
+        path = {"PYTHONPATH": f"{patched.absolute()}:{os.environ.get('PYTHONPATH', '')}"} if patched else {}
+        for plan in plans:
+            acc = {"SGLANG_SIMULATE_ACC_LEN": str(plan.acc)} if plan.acc else {}
+            shaped = [*arguments, *SHAPES[plan.name]]
+            start(plan.name, shaped, acc)
+            start(f"{plan.name}-gate", [*shaped, GATE, str(plan.threshold)], acc | path)
+
+    def arms(self) -> list[str]:
+        """The names of the arms, in the order in which they take turns."""
+        gated = [f"{plan}{mode}" for plan in self.plans for mode in ("", "-closed", "-open", "-gated")]
+        return [arm for arm in ("base", "basenoov", *gated) if arm not in self.skip]
+
+    @staticmethod
+    def server_name(arm: str) -> str:
+        """The server that an arm is measured on."""
+        plan, _, mode = arm.partition("-")
+        return f"{plan}-gate" if mode else plan
+
+    def measure(
+        self, arm: str, concurrency: int, seconds: float, ramp: list[int] | None = None, **more: object
+    ) -> None:
+        """One level on one arm: measure, record, print."""
+        plan, _, mode = arm.partition("-")
+        server = self.servers[self.server_name(arm)]
+        before = None
+        if mode:
+            server.set(speculative_gate_force={"closed": "closed", "open": "open", "gated": None}[mode])
+            before = server.gate()
+        result = asyncio.run(level(server.url, concurrency, seconds, ramp))
+        if before:
+            after = server.gate()
+            result |= {name: after[name] - before[name] for name in ("transitions", "open_steps", "closed_steps")}
+        acc = self.plans[plan].acc if plan in self.plans else None
+        self.records.append({"arm": arm, **result, "acc": acc, "run": self.run, **more})
+        print(json.dumps(self.records[-1]), flush=True)
+        (self.output / "results.json").write_text(json.dumps(self.records, indent=0))
+
+
 def main() -> None:
     """Run the command line; prints a JSON line per level and writes results.json into the output folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--plan", choices=["tree", "chain2"], required=True)
-    parser.add_argument("--threshold", type=int, required=True, help="for the arm -gated; 0 leaves it out")
-    parser.add_argument("--acc", type=float, help="simulated tokens per verify step; absent: real verification")
+    parser.add_argument("--plan", type=Plan.parse, action="append", required=True, help="SHAPE:THRESHOLD:ACCEPTANCE")
     parser.add_argument("--run", required=True, help="the id of this run in the records")
     parser.add_argument("--concurrency", default="1,4,8,10,16,32,64")
-    parser.add_argument("--seconds", type=float, default=4, help="per level")
-    parser.add_argument("--arms", default="base,basenoov,PLAN,PLAN-closed,PLAN-open,PLAN-gated")
-    parser.add_argument("--repeats", type=int, default=0, help="interleaved repeats of PLAN and PLAN-open at 1, 4 and 8")
-    parser.add_argument("--ramp", action="store_true", help="ramps 1..32..1 on base, PLAN and PLAN-gated")
-    parser.add_argument("--patched", type=Path, help="folder with the patched sglang and spec_gate, for the gated server only")
-    parser.add_argument("--start-seconds", type=float, default=240)
-    parser.add_argument("--wait-for", default="", help="process ids, comma-separated, that must end before the first level")
+    parser.add_argument("--seconds", type=float, default=3, help="per level")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--skip", default="", help="arms to leave out, comma-separated")
+    parser.add_argument(
+        "--repeat", choices=SHAPES, action="append", default=[], help="five turns of SHAPE, SHAPE-open at 1, 4, 8"
+    )
+    parser.add_argument(
+        "--ramp", choices=SHAPES, action="append", default=[], help="ramps on base, SHAPE and SHAPE-gated"
+    )
+    parser.add_argument(
+        "--patched", type=Path, help="folder with the patched sglang and spec_gate, for gated servers only"
+    )
+    parser.add_argument(
+        "--wait-for", default="", help="process ids, comma-separated, that must end before the first level"
+    )
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
-    plan, common = options.plan, [a for a in options.arguments if a != "--"]
-    speculation = TREE if plan == "tree" else CHAIN
-    arms = options.arms.replace("PLAN", plan).split(",")
-    asked = {
-        "base": without_speculation(common),
-        "basenoov": [*without_speculation(common), "--disable-overlap-schedule"],
-        plan: [*common, *speculation],
-        f"{plan}-gate": [*common, *speculation, GATE, str(options.threshold or NEVER)],
-    }
-    needed = {f"{plan}-gate" if arm.startswith(f"{plan}-") else arm for arm in arms}
-    output = options.output
-    records: list[dict] = []
-
-    def record(arm: str, result: dict) -> None:
-        records.append({"arm": arm, **result, "acc": options.acc, "run": options.run})
-        print(json.dumps(records[-1]), flush=True)
-        (output / "results.json").write_text(json.dumps(records, indent=0))
-
-    environment = {"SGLANG_SIMULATE_ACC_LEN": str(options.acc)} if options.acc else {}
-    path = {"PYTHONPATH": f"{options.patched.absolute()}:{os.environ.get('PYTHONPATH', '')}"} if options.patched else {}
-    servers = {
-        name: Server(name, 30100 + i, arguments, output, environment | (path if name.endswith("-gate") else {}))
-        for i, (name, arguments) in enumerate(asked.items())
-        if name in needed
-    }
+    arguments = [argument for argument in options.arguments if argument != "--"]
+    started = time.monotonic()
+    skip = set(options.skip.split(","))
+    bench = Bench(options.output, options.run, options.plan, skip, options.patched, arguments)
     try:
-        started = time.monotonic()
-        alive = {name for name, server in servers.items() if server.wait(options.start_seconds)}
-        print(f"started {sorted(alive)} in {time.monotonic() - started:.0f} s", flush=True)
-        gated = servers.get(f"{plan}-gate")
-
-        def arm_url(arm: str) -> str | None:
-            """The server of an arm, made ready for it."""
-            name = f"{plan}-gate" if arm.startswith(f"{plan}-") else arm
-            if name not in alive:
-                return None
-            if name == f"{plan}-gate":
-                force = {f"{plan}-closed": "closed", f"{plan}-open": "open"}.get(arm)
-                gated.set(speculative_gate_force=force)
-            return servers[name].url
-
-        while any(Path(f"/proc/{pid}").exists() for pid in options.wait_for.split(",") if pid):
+        if not all([server.wait(300) for server in bench.servers.values()]):
+            sys.exit(1)
+        print(f"all servers are up after {time.monotonic() - started:.0f} s", flush=True)
+        while any(Path(f"/proc/{pid}/exe").exists() for pid in options.wait_for.split(",") if pid):
             time.sleep(0.5)
+        for server in bench.servers.values():
+            asyncio.run(level(server.url, 64, 0.1))
         print(f"measuring from {time.monotonic() - started:.0f} s on", flush=True)
-        for arm in arms:
-            if url := arm_url(arm):
-                asyncio.run(level(url, 64, 0.1))  # warm
-        for arm in arms:
-            if url := arm_url(arm):
-                for concurrency in map(int, options.concurrency.split(",")):
-                    record(arm, asyncio.run(level(url, concurrency, options.seconds)))
-        for repeat in range(options.repeats):
-            for concurrency in (1, 4, 8):
-                for arm in (plan, f"{plan}-open"):
-                    if url := arm_url(arm):
-                        record(arm, asyncio.run(level(url, concurrency, 1.5)) | {"repeat": repeat})
-        if options.ramp:
-            steps = [1, 2, 4, 8, 12, 16, 24, 32, 24, 16, 12, 8, 4, 2, 1]
-            for arm in ("base", plan, f"{plan}-gated"):
-                if url := arm_url(arm):
-                    before = gated.gate() if arm.endswith("gated") else None
-                    result = asyncio.run(level(url, 32, 1.0, steps))
-                    if before:
-                        after = gated.gate()
-                        result["transitions"] = after["transitions"] - before["transitions"]
-                        result["steps"] = sum(after[k] - before[k] for k in ("open_steps", "closed_steps"))
-                    record(arm, result)
-        if gated and gated.name in alive:
-            print(json.dumps({k: v for k, v in gated.gate().items() if k != "identity"}), flush=True)
+        for number in range(options.rounds):
+            for concurrency in map(int, options.concurrency.split(",")):
+                for arm in bench.arms():
+                    bench.measure(arm, concurrency, options.seconds, round=number)
+        for shape in options.ramp:
+            for arm in ("base", shape, f"{shape}-gated"):
+                bench.measure(arm, max(RAMP), 1.0, RAMP)
+        for shape in options.repeat:
+            for repeat in range(5):
+                for concurrency in (1, 4, 8):
+                    for arm in (shape, f"{shape}-open"):
+                        bench.measure(arm, concurrency, 1.5, repeat=repeat)
     finally:
-        for server in servers.values():
+        for server in bench.servers.values():
             server.stop()
 
 

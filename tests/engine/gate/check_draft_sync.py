@@ -101,11 +101,15 @@ def test_draft_remembers(worker, pair, prompts, ungated, interval):
         length = min(mine.shape[1], other.shape[1]) - 8  # v2 has a step in flight, whose rows are not final
         assert length > CLOSED_STEPS
         torch.testing.assert_close(mine[:, :length], other[:, :length], rtol=0, atol=1e-4)
-    for n in (1,2,4,8,16): print("N", n, sum(accepted(p, begin_of_open(p), n) for p in points), sum(accepted(r, begin_of_open(p), n) for p, r in zip(points, reference_points)))
+    for n in (1, 2, 4, 8, 16):
+        print(
+            "N",
+            n,
+            sum(accepted(p, begin_of_open(p), n) for p in points),
+            sum(accepted(r, begin_of_open(p), n) for p, r in zip(points, reference_points)),
+        )
     total = sum(accepted(p, begin_of_open(p)) for p in points)
-    expected = sum(
-        accepted(r, begin_of_open(p)) for p, r in zip(points, reference_points, strict=True)
-    )
+    expected = sum(accepted(r, begin_of_open(p)) for p, r in zip(points, reference_points, strict=True))
     assert total == pytest.approx(expected, rel=0.02)
 
 
@@ -116,7 +120,13 @@ def test_without_sync_the_draft_has_forgotten(worker, pair, prompts, ungated):
     mine, other = rows[0], reference_rows[0]
     length = min(mine.shape[1], other.shape[1]) - 8
     assert (mine[:, :length] - other[:, :length]).abs().max() > 1e-2
-    for n in (1,2,4,8,16): print("N", n, sum(accepted(p, begin_of_open(p), n) for p in points), sum(accepted(r, begin_of_open(p), n) for p, r in zip(points, reference_points)))
+    for n in (1, 2, 4, 8, 16):
+        print(
+            "N",
+            n,
+            sum(accepted(p, begin_of_open(p), n) for p in points),
+            sum(accepted(r, begin_of_open(p), n) for p, r in zip(points, reference_points)),
+        )
     total = sum(accepted(p, begin_of_open(p)) for p in points)
     expected = sum(accepted(r, begin_of_open(p)) for p, r in zip(points, reference_points, strict=True))
     assert total < 0.98 * expected

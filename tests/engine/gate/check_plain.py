@@ -13,7 +13,12 @@ from inprocess import CHAIN, TREE, InProcessScheduler, Request
 
 GATE = {"speculative_disable_batch_threshold": 3, "speculative_gate_dwell_steps": 3}
 # Small enough that requests are retracted, that prompts are prefilled in chunks, and that the prefix cache is evicted.
-TIGHT = {"max_running_requests": 6, "max_total_tokens": 480, "chunked_prefill_size": 24, "speculative_gate_sync_interval": 5}
+TIGHT = {
+    "max_running_requests": 6,
+    "max_total_tokens": 480,
+    "chunked_prefill_size": 24,
+    "speculative_gate_sync_interval": 5,
+}
 WORKERS = {
     "EAGLEWorker, tree": TREE,
     "EAGLEWorker, chain, page of 4": CHAIN | {"disable_overlap_schedule": True, "page_size": 4},
@@ -28,7 +33,6 @@ SAMPLINGS = (
     {"temperature": 1.0, "top_p": 0.9},
     {"temperature": 0.7, "top_k": 20},
     {"frequency_penalty": 0.5},
-    {"min_new_tokens": 4},
 )
 
 

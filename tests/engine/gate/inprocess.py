@@ -10,12 +10,19 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 
-if os.environ.get("SPECGATE_DEVICE", "cpu") == "cpu":
-    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+# The CPU engine, unless this is to run on a GPU, with CUDA graphs.
+DEVICE = os.environ.get("SPECGATE_DEVICE", "cpu")
+if DEVICE == "cpu":
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+else:
+    os.environ["TRITON_F32_DEFAULT"] = "ieee"  # else the attention kernels multiply in TF32
 os.environ.setdefault("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "1")
 
 import torch
 from sglang.srt.distributed import parallel_state
+from sglang.srt.layers.activation import SiluAndMul
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.plugins import load_plugins
@@ -45,11 +52,9 @@ DEVICES = {
         "cuda_graph_max_bs": 16,
         "disable_piecewise_cuda_graph": True,
         "skip_tokenizer_init": True,
-        "mem_fraction_static": 0.5,
+        "mem_fraction_static": 0.95,
     },
 }
-# The CPU engine, unless this is to run on a GPU, with CUDA graphs.
-DEVICE = os.environ.get("SPECGATE_DEVICE", "cpu")
 TREE = {
     "speculative_algorithm": "EAGLE3",
     "speculative_num_steps": 3,
@@ -195,4 +200,6 @@ def _tokenized(name: str, request: Request, vocabulary: int) -> TokenizedGenerat
 
 if DEVICE == "cpu":
     torch.set_num_threads(1)
-    torch.Tensor.record_stream = lambda *_: None
+else:  # the fused kernels do not know float32
+    for layer in (RMSNorm, SiluAndMul, RotaryEmbedding):
+        layer.forward_cuda = layer.forward_native
