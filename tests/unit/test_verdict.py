@@ -10,7 +10,9 @@ import pytest
 from verdict_cases import CASES, SERIES, Case, healthy, table
 
 from diagnostics import verdict
+from diagnostics.chain import option_words
 from diagnostics.verdict import Verdict, judge
+from diagnostics.worker import selected_worker
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
@@ -133,7 +135,7 @@ def test_notes_name_what_else_was_seen() -> None:
     ],
 )
 def test_selected_worker(arguments: dict[str, Any], version: str | None, worker: str | None) -> None:
-    assert verdict.selected_worker(arguments, version)[0] == worker
+    assert selected_worker(arguments, version)[0] == worker
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_selected_worker(arguments: dict[str, Any], version: str | None, worker:
     ],
 )
 def test_option_words(command: list[str], words: list[str] | None) -> None:
-    assert verdict.option_words(command, "--a") == words
+    assert option_words(command, "--a") == words
 
 
 def test_series_of_the_cases_is_not_a_shipped_one() -> None:
