@@ -92,6 +92,8 @@ class Problems:
         """Note that `what` is missing."""
         if isinstance(why, OSError):
             why = why.strerror or why
+        elif isinstance(why, subprocess.CalledProcessError):
+            why = f"{why.cmd[0]} ended with status {why.returncode}: {why.stderr.strip()}"
         entry = {"what": what, "why": str(why)[:500]}
         if entry not in self.found:
             self.found.append(entry)
@@ -163,7 +165,9 @@ def collect(request: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
 
 
 def read_unit(name: str, problems: Problems) -> dict[str, Any] | None:
-    """The unit's state and settings; None when systemd does not know it."""
+    """The unit's state and settings; None when systemd does not know it, or does not run this host."""
+    if not os.path.isdir("/run/systemd/system"):  # sd_booted(3)
+        return None
     command = ["systemctl", "show", "--no-pager", "--property", UNIT_PROPERTIES.replace(" ", ","), name]
     with problems.noted("the unit"):
         properties = dict(line.partition("=")[::2] for line in output_of(command).splitlines() if "=" in line)

@@ -10,6 +10,7 @@ process, the very process that measures latencies.
 from __future__ import annotations
 
 import contextlib
+import logging
 import shlex
 import subprocess
 import tempfile
@@ -23,6 +24,10 @@ import paramiko
 from invoke.exceptions import CommandTimedOut, ThreadException
 
 from diagnostics.inventory import REPOSITORY, Host
+
+
+# paramiko logs each failure with a traceback besides raising it.
+logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 
 class HostUnreachable(Exception):
