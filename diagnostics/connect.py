@@ -25,7 +25,6 @@ from invoke.exceptions import CommandTimedOut, ThreadException
 
 from diagnostics.inventory import REPOSITORY, Host
 
-
 # paramiko logs each failure with a traceback besides raising it.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
