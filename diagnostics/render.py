@@ -18,6 +18,7 @@ from diagnostics.load import Plan
 from diagnostics.traffic import OUTCOMES, PERCENTILES, Result
 
 PIPED_WIDTH = 120
+NOTABLE_LAG_S = 0.02
 
 
 def make_console() -> Console:
@@ -120,6 +121,7 @@ def load(entries: Sequence[Entry]) -> None:
                 [
                     ("errors", "; ".join(f"{e['count']} {e['outcome']}: {e['reason']}" for e in entry["errors"])),
                     ("skipped", ", ".join(f"{p['name']} ({p['tokens']} tokens)" for p in entry["skipped_prompts"])),
+                    ("client", _lag_line(entry["client_lag_s"])),
                     ("gate", _gate_line(entry.get("gate"))),
                     ("accept length", _accept_length(entry.get("accept_length_since_start"))),
                 ],
@@ -170,6 +172,13 @@ def _gate_line(gate: Mapping[str, Any] | None) -> str:
         f"threshold {gate['threshold']}: {gate['transitions']} transitions, "
         f"closed for {gate['closed_steps']} of {steps} steps, {end if gate['closed_steps'] else 'never closed'}"
     )
+
+
+def _lag_line(lag: Mapping[str, float] | None) -> str | None:
+    """A client that was late is no fault of the server, but all latencies hold it."""
+    if lag is None or lag["p95"] < NOTABLE_LAG_S:
+        return None
+    return f"was itself late by {_quantiles(lag, 1000, 0)} ms (p50/p95/p99): the latencies above include that"
 
 
 def _accept_length(length: float | None) -> str | None:

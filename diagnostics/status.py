@@ -42,7 +42,8 @@ def status(host: Host, timeout: float) -> dict[str, Any]:
             "series": deployment.series,
             "threshold": deployment.threshold,
         }
-        facts["gates"] = _gates(connection, deployment, timeout)
+        facts["gates"], unreadable = _gates(connection, deployment, timeout)
+        reasons += unreadable
         if unit["ActiveState"] == "active":
             try:
                 with tunnel(host, deployment.address, deployment.port, timeout) as opened:
@@ -68,8 +69,10 @@ def _unit(connection: fabric.Connection, host: Host, timeout: float) -> dict[str
     return unit | {"uptime_s": round(float(uptime.split()[0]) - started, 1) if running and started else None}
 
 
-def _gates(connection: fabric.Connection, deployment: Deployment, timeout: float) -> list[dict[str, Any]]:
-    """The gate's state as each tensor-parallel rank last wrote it; empty without the patch."""
+def _gates(
+    connection: fabric.Connection, deployment: Deployment, timeout: float
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The gate's state as each tensor-parallel rank last wrote it (none without the patch), and what was unreadable."""
     answer = execute(connection, f"cat {shlex.quote(deployment.runtime_directory)}/rank-*.json", timeout)
     gates, decoder, text = [], json.JSONDecoder(), answer.stdout.strip()
     while text:
@@ -79,9 +82,9 @@ def _gates(connection: fabric.Connection, deployment: Deployment, timeout: float
                 {"tp_rank": document["identity"]["tp_rank"], **document["gate"], "updated": document["updated"]}
             )
         except (ValueError, KeyError, TypeError) as error:
-            raise HostUnreachable(f"a status file in {deployment.runtime_directory} is unreadable: {error}") from error
+            return gates, [f"a status file in {deployment.runtime_directory} is unreadable: {error!r}"]
         text = text[end:].lstrip()
-    return sorted(gates, key=lambda gate: gate["tp_rank"])
+    return sorted(gates, key=lambda gate: gate["tp_rank"]), []
 
 
 def _gpus(connection: fabric.Connection, timeout: float) -> list[dict[str, str]]:

@@ -164,6 +164,14 @@ def test_status_shows_the_gate_of_each_rank(host: Machine) -> None:
     ]
 
 
+def test_a_status_file_that_cannot_be_read_is_no_success(host: Machine) -> None:
+    host.sh("echo '{\"gate\": ' | sudo tee /run/sglang/rank-0.json")
+    status, entry = host.entry("status")
+    assert status == 1
+    assert entry["reasons"][0].startswith("a status file in /run/sglang is unreadable")
+    assert entry["requests"] == {"running": 0, "waiting": 0}
+
+
 def test_a_server_that_does_not_answer_is_no_success(host: Machine) -> None:
     host.sh("sudo systemctl kill --signal=STOP sglang")
     status, entry = host.entry("status", "--timeout", "2")
