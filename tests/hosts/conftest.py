@@ -22,35 +22,35 @@ class Rehearsal:
 
     def rehearsal(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run `python -m rehearsal` for the hosts of this directory."""
-        return self._run([sys.executable, "-m", "rehearsal", *arguments])
+        return self.run([sys.executable, "-m", "rehearsal", *arguments])
 
     def run_playbook(self, *arguments: str, timeout: float = 900) -> subprocess.CompletedProcess[str]:
         """Run ansible-playbook; standard error is in the output, where a user sees it."""
-        return self._run([BIN / "ansible-playbook", *arguments], timeout, stderr=subprocess.STDOUT)
+        return self.run([BIN / "ansible-playbook", *arguments], timeout, stderr=subprocess.STDOUT)
 
     def fab(self, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-        return self._run([BIN / "fab", *arguments], timeout)
+        return self.run([BIN / "fab", *arguments], timeout)
 
     def ssh(self, command: str, *, host: str = "rehearsal-1", timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """Run a command on a host, as the unprivileged user: with `sudo` where it needs root."""
-        return self._run(["ssh", "-F", self.directory / "ssh_config", host, command], timeout)
+        return self.run(["ssh", "-F", self.directory / "ssh_config", host, command], timeout)
 
     def popen_fab(self, *arguments: str) -> subprocess.Popen[str]:
         """Start fab and go on, for what must happen while it runs."""
         return subprocess.Popen(
-            [BIN / "fab", *arguments], cwd=REPOSITORY, env=self._environment, text=True,
+            [BIN / "fab", *arguments], cwd=REPOSITORY, env=self.environment, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
     @property
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         return os.environ | {"SPECGATE_REHEARSAL_DIR": str(self.directory), "ANSIBLE_NOCOLOR": "1", "COLUMNS": "160"}
 
-    def _run(
+    def run(
         self, command: list[str | Path], timeout: float = 300, stderr: int = subprocess.PIPE
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command, check=False, cwd=REPOSITORY, env=self._environment, text=True, timeout=timeout,
+            command, check=False, cwd=REPOSITORY, env=self.environment, text=True, timeout=timeout,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr,
         )  # fmt: skip
 
