@@ -64,6 +64,7 @@ def _replace_operations() -> None:
     import torch
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.mem_cache import memory_pool
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
@@ -89,6 +90,9 @@ def _replace_operations() -> None:
         handle_cpu_backends(server_args)
 
     ServerArgs._handle_cpu_backends = default_to_torch_native
+
+    # It would bind each rank's threads to a NUMA node of its own, by an operation that only sgl_kernel for AMX has.
+    ModelRunner.init_threads_binding = lambda _runner: None
 
     memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup = lambda _pool: None  # tries a Triton kernel out
     memory_pool.MHATokenToKVPool.move_kv_cache = lambda pool, target, source: memory_pool.move_kv_cache_native(
