@@ -79,9 +79,7 @@ def parse_settings(text: str, host: Host) -> SshSettings:
     proxy = values.get("proxycommand", ["none"])[0]
     hostname, port = values["hostname"][0], int(values["port"][0])
     if jump != "none":
-        *through, last = jump.split(",")
-        hops = ["-J", ",".join(through)] if through else []
-        proxy = shlex.join([*_ssh(host), *hops, "-W", f"[{hostname}]:{port}", last])
+        proxy = _jump_command(host, jump, f"[{hostname}]:{port}")
     return SshSettings(
         hostname=hostname,
         port=port,
@@ -92,6 +90,20 @@ def parse_settings(text: str, host: Host) -> SshSettings:
         host_key_alias=values.get("hostkeyalias", [None])[0],
         proxy_command=None if proxy == "none" else proxy,
     )
+
+
+def _jump_command(host: Host, jump: str, target: str) -> str:
+    """The command that OpenSSH itself runs for ``ProxyJump``: of the options only the configuration file goes along.
+
+    The other options are the target's; among them may be the very ProxyJump, and then the jump would have no end.
+    """
+    options = host.ssh_options
+    files = [options[index + 1] for index, option in enumerate(options) if option == "-F"]
+    *through, last = jump.split(",")
+    command = [host.ssh_executable]
+    command += ["-F", files[0]] if files else []
+    command += ["-J", ",".join(through)] if through else []
+    return shlex.join([*command, "-W", target, f"ssh://{last}"])
 
 
 @contextlib.contextmanager

@@ -228,6 +228,22 @@ def test_host_keys_are_checked(host: Machine, tmp_path: Path, known: bool, reaso
     assert "nothing" not in file.read_text()
 
 
+def test_a_host_key_recorded_under_an_alias_counts(host: Machine, tmp_path: Path) -> None:
+    file = tmp_path / "known_hosts"
+    lines = (host.rehearsal.directory / "known_hosts").read_text().splitlines()
+    file.write_text("".join(f"the-alias {line.split(maxsplit=1)[1]}\n" for line in lines))
+    options = f"-F {host.ssh_config} -o UserKnownHostsFile={file} -o HostKeyAlias=the-alias"
+    status, entry = host.entry("smoke", inventory=write_inventory(tmp_path / "hosts.yml", options))
+    assert status == 0, entry["reasons"]
+
+
+def test_a_jump_host_is_passed(host: Machine, tmp_path: Path) -> None:
+    """The host is its own jump host: from outside by its name, and once more from inside by its address."""
+    options = f"-F {host.ssh_config} -o ProxyJump={NAME}"
+    status, entry = host.entry("smoke", inventory=write_inventory(tmp_path / "hosts.yml", options))
+    assert status == 0, entry["reasons"]
+
+
 def test_relative_paths_are_meant_from_the_repositorys_root(host: Machine, tmp_path: Path) -> None:
     relative = os.path.relpath(host.ssh_config, REPOSITORY)
     inventory = write_inventory(tmp_path / "hosts.yml", f"-F {relative}")
