@@ -262,8 +262,9 @@ def read_process(pid: int) -> Process | None:
             status = dict(line.rstrip("\n").partition(":")[::2] for line in file)
     except OSError:
         return None
-    # cgroup v2 is the entry without controllers; with v1, systemd's own hierarchy says the unit.
-    cgroup = next((path for _, names, path in groups if names in ("name=systemd", "")), "")
+    # systemd's units are in the entry without controllers (cgroup v2), in systemd's own hierarchy (v1), or in both; an
+    # entry that it does not use says "/".
+    cgroup = max((path for _, names, path in groups if names in ("name=systemd", "")), key=len, default="")
     return Process(
         pid=pid,
         ppid=int(fields[1]),
