@@ -59,7 +59,7 @@ def _service(case: Case) -> Iterator[Link]:
         yield Link(name, "a unit", f"process {case.main['pid']}, no unit", "processes", "not applicable")
     else:
         state = case.unit.get("ActiveState", "")
-        seen = f"{state} ({case.unit.get('SubState')}), invocation {case.unit.get('InvocationID') or '-'}"
+        seen = f"{state} ({case.unit.get('SubState')}) since {case.unit.get('ExecMainStartTimestamp') or '-'}"
         if state in ("activating", "deactivating", "reloading"):
             reason = f"{case.unit_name} is {state}: wait, and run fab verify-worker again"
             yield Link(name, "active", seen, where, "unknown", reason)
@@ -285,17 +285,17 @@ def _files(case: Case) -> Iterator[Link]:
         name, found = file["module"], modules.get(file["module"]) or {}
         path, digest = found.get("file"), found.get("sha256")
         claimed_path = os.path.join(site, file["path"]) if site else None
-        claimed = f"{claimed_path or file['path']} {file['patched_sha256'][:12]}"
-        seen = f"{path} {str(digest)[:12]}"
-        link = ("file " + file_name(name), claimed, seen, "the serving interpreter's path")
+        label = "file " + file_name(name)
+        link = (label, f"SHA-256 {file['patched_sha256'][:12]}", f"SHA-256 {str(digest)[:12]}", str(path))
         if path is None:
-            yield Link(*link, "refuted", f"the serving interpreter finds no module {name}: deploy again")
+            reason = f"the serving interpreter finds no module {name}: deploy again"
+            yield Link(label, claimed_path or file["path"], "none", "the serving interpreter", "refuted", reason)
         elif claimed_path is not None and os.path.normpath(path) != os.path.normpath(claimed_path):
             reason = (
                 f"the patched file is {claimed_path}, but the serving interpreter imports {path} "
                 f"({_why_first(case, path, file['path'])}): remove that copy, or take it off the path, and restart"
             )
-            yield Link(*link, "refuted", reason)
+            yield Link(label, claimed_path, path, "the serving interpreter", "refuted", reason)
         elif digest is None:
             yield Link(*link, "unknown", f"{path} could not be read: {found.get('error')}")
         elif digest != file["patched_sha256"]:
@@ -424,16 +424,15 @@ def _loaded_code(case: Case, rank: int, label: str, entry: Mapping[str, Any]) ->
     on_disk = ((case.interpreter or {}).get("modules") or {}).get(entry["module"]) or {}
     seen_hash, path = str(entry.get("code_sha256")), on_disk.get("file")
     source_hash = on_disk.get("source_code_sha256")
-    claimed = f"{path} code {str(source_hash)[:12]}"
-    seen = f"{entry.get('file')} code {seen_hash[:12]}"
+    claimed, seen = f"code {str(source_hash)[:12]}", f"code {seen_hash[:12]}"
     if case.interpreter is None or path is None or source_hash is None:
         reason = f"what rank {rank} loaded cannot be compared: " + (
             str(on_disk.get("error")) if on_disk.get("error") else "the serving interpreter was not examined"
         )
         return Link(label, "code of the file on disk", seen, where, "unknown", reason)
-    if os.path.realpath(str(entry.get("file"))) != os.path.realpath(path):
+    if os.path.normpath(str(entry.get("file"))) != os.path.normpath(path):
         reason = f"rank {rank} loaded {entry.get('file')}, while the patched file is {path}: restart {case.unit_name}"
-        return Link(label, claimed, seen, where, "refuted", reason)
+        return Link(label, path, str(entry.get("file")), where, "refuted", reason)
     if seen_hash != source_hash:
         compiled = on_disk.get("compiled") or {}
         if compiled.get("code_sha256") == seen_hash:

@@ -567,7 +567,7 @@ def read_log(
                 journal.kill()
         if facts.bytes == 0:
             problems.add("the log", "the journal has no line of this invocation that this user may read")
-        return {"source": f"journal, invocation {invocation}", "facts": dataclasses.asdict(facts)}
+        return {"source": f"journal, invocation {invocation[:8]}", "facts": dataclasses.asdict(facts)}
     return None
 
 

@@ -11,6 +11,7 @@ from verdict_cases import CASES, SERIES, Case, healthy, table
 
 from diagnostics import verdict
 from diagnostics.chain import option_words
+from diagnostics.evidence import load, reference
 from diagnostics.verdict import Verdict, judge
 from diagnostics.worker import selected_worker
 
@@ -153,11 +154,18 @@ def test_option_words(command: list[str], words: list[str] | None) -> None:
 
 
 def test_series_of_the_cases_is_not_a_shipped_one() -> None:
-    from diagnostics.evidence import reference
-
     assert SERIES not in [manifest["series"] for manifest in reference()]
 
 
 def test_documentation_shows_the_cases() -> None:
     page = (Path(__file__).parents[2] / "docs/verify-worker.md").read_text(encoding="utf-8")
     assert table() in page, "replace the table by the output of: PYTHONPATH=. python tests/unit/verdict_cases.py"
+
+
+def test_real_evidence_of_a_rehearsal_host() -> None:
+    (evidence,) = load(Path(__file__).parents[1] / "data/evidence")
+    found = judge(evidence)
+    assert (found.verdict, found.worker, found.notes) == ("proved", "EAGLEWorker", ()), found.reason
+    edited = copy.deepcopy(evidence)
+    edited["interpreter"]["modules"]["sglang.srt.speculative.eagle_worker"]["sha256"] = "0"  # type: ignore[index]
+    assert judge(edited).verdict == "refuted"

@@ -117,6 +117,7 @@ def healthy(tp_size: int = 1) -> Evidence:
             "Result": "success",
             "MainPID": "100",
             "InvocationID": "feed",
+            "ExecMainStartTimestamp": "Fri 2027-01-15 08:00:00 UTC",
             "NeedDaemonReload": "no",
             "drop_ins": [],
             "exec_start": command,
