@@ -79,6 +79,9 @@ def _log_identity_links(
             state = "unknown"
             reason = "the server had not finished starting when this log ended: give a later log"
         yield Link("identity", f"{ranks or 'every'} rank(s)", text, source, state, reason)
+    else:
+        text = listed(f"rank {rank}: {identity.get('worker')}" for rank, identity in sorted(seen.items(), key=str))
+        yield Link("identity", f"{ranks or 'every'} rank(s)", text, source, "consistent")
     threshold = {identity.get("threshold") for identity in seen.values()}
     if len(threshold) > 1:
         reason = f"the ranks disagree about the threshold ({listed(sorted(map(str, threshold)))}): restart the service"
