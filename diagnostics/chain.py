@@ -193,6 +193,15 @@ def _arguments(case: Case) -> Iterator[Link]:
         )
         yield Link("arguments", f"{option} {text_of(value)}", text, where, "refuted", reason)
         return
+    options = [word.partition("=")[0] for word in case.options if word.startswith("--")]
+    extra = [option for option in options if option[2:] not in claimed]
+    if extra:
+        reason = (
+            f"the process runs with {listed(extra)}, which the deployment does not have{case.drop_in}: "
+            f"restart {case.unit_name}, or deploy again"
+        )
+        yield Link("arguments", f"{len(claimed)} as deployed", f"also {listed(extra)}", where, "refuted", reason)
+        return
     yield Link("arguments", f"{len(claimed)} as deployed", "the same", where, "proved")
 
 

@@ -132,6 +132,7 @@ def healthy(tp_size: int = 1) -> Evidence:
             "threshold": 5,
             "tp_size": tp_size,
             "server_arguments": {
+                "port": 30000,
                 "tp-size": tp_size,
                 "speculative-eagle-topk": 4,
                 "speculative-disable-batch-threshold": 5,
@@ -361,6 +362,11 @@ def drop_in_environment(evidence: Evidence) -> None:
 def drop_in_threshold(evidence: Evidence) -> None:
     evidence["unit"]["drop_ins"] = [{"file": DROP_IN, "settings": ["ExecStart"]}]
     evidence["processes"][0]["command"][-1] = "9"
+
+
+def drop_in_adds_an_argument(evidence: Evidence) -> None:
+    evidence["unit"]["drop_ins"] = [{"file": DROP_IN, "settings": ["ExecStart"]}]
+    evidence["processes"][0]["command"].append("--speculative-gate-force=open")
 
 
 def harmless_drop_in(evidence: Evidence) -> None:
@@ -596,6 +602,9 @@ CASES = (
     Case("status file of a reused pid", reused_pid, "refuted", ("rank-0.json is of a former process",)),
     Case("drop-in runs another environment", drop_in_environment, "refuted", ("override.conf sets ExecStart",)),
     Case("drop-in changes the threshold", drop_in_threshold, "refuted", ("threshold 5", "with 9", "override.conf")),
+    Case(
+        "drop-in adds an argument", drop_in_adds_an_argument, "refuted", ("--speculative-gate-force", "override.conf")
+    ),
     Case("drop-in that does not matter", harmless_drop_in, "proved", ("EAGLEWorker",)),
     Case("threshold on disk differs", threshold_on_disk, "refuted", ("threshold 8", "with 5", "restart")),
     Case("deployment switched, not restarted", switched_not_restarted, "refuted", ("d2", "from d1", "restart")),
