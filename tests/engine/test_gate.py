@@ -125,6 +125,35 @@ def test_the_released_files_give_the_committed_manifest(engine_python, released,
     assert {path.name: path.read_bytes() for path in (tmp_path / VERSION).iterdir()} == before
 
 
+REFUSED = {
+    "EAGLEWorkerV2": ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"],
+    "--speculative-adaptive": ["--speculative-adaptive"],  # which SGLang itself drops with a warning at top-k above 1
+    "--enable-dp-attention": ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
+    "--pp-size 2": ["--pp-size", "2"],
+    "--speculative-gate-low-mark is 6": ["--speculative-gate-low-mark", "6"],
+}
+
+
+def test_sglang_itself_refuses_what_the_gate_cannot_serve(engine_python, engine_environment, gated, pair):
+    options = ["--model-path", str(pair / "target"), "--device", "cpu", *TREE]
+    options += ["--speculative-draft-model-path", str(pair / "draft"), "--speculative-disable-batch-threshold", "5"]
+    code = f"""
+from sglang.srt.server_args import prepare_server_args
+from spec_gate.arguments import ArgumentError
+prepare_server_args({options})
+for word, more in {REFUSED}.items():
+    try:
+        prepare_server_args({options} + more)
+    except ArgumentError as error:
+        assert word in str(error), error
+    else:
+        raise AssertionError(word)
+"""
+    environment = engine_environment | {"PYTHONPATH": str(gated)}
+    result = subprocess.run([engine_python, "-c", code], check=False, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 def test_off_is_the_released_server(start_server, gated, requests, expected):
     options = [*TREE, "--speculative-disable-batch-threshold", "0"]
     with start_server(*options, PYTHONPATH=str(gated)) as server:
