@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 from conftest import REPOSITORY, Rehearsal
 from deploy_target import ROOT, State, Target, eventually, plain, recap
+
+sys.path.insert(0, str(REPOSITORY / "plugins/filter"))
+from systemd import environment_lines, server_arguments
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
 
@@ -29,6 +34,33 @@ def unharmed(target: Target) -> Iterator[State]:
     yield before
     assert target.state() == before
     assert target.is_healthy()
+
+
+def test_systemd_reads_back_the_words_and_the_environment_that_were_written(target: Target) -> None:
+    awkward = [
+        "",
+        " ",
+        "a b",
+        "50%",
+        "$HOME",
+        "${HOME}",
+        'say "yes"',
+        "it's",
+        "back\\slash",
+        "a;b",
+        "tab\there",
+        "ümlaut",
+    ]
+    words = " ".join(line.partition(" ")[2] for line in server_arguments({"words": awkward}))
+    program = "import os, sys; print(sys.argv[1:], os.environ['AWKWARD'])"
+    environment = "\n".join(environment_lines({"AWKWARD": "".join(awkward)}))
+    unit = f'[Service]\nEnvironmentFile=/run/words.env\nExecStart=python3 -c "{program}" {words}\n'
+    write = (
+        f"echo {shlex.quote(environment)} >/run/words.env; echo {shlex.quote(unit)} >/run/systemd/system/words.service"
+    )
+    target.sh(f"{write}; systemctl daemon-reload; systemctl start words")
+    eventually(lambda: "['" in target.sh("journalctl --unit=words --output=cat"))
+    assert f"{awkward} {''.join(awkward)}" in target.sh("journalctl --unit=words --output=cat")
 
 
 def test_check_mode_on_a_fresh_host_touches_nothing(target: Target) -> None:

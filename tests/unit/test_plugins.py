@@ -1,12 +1,9 @@
-"""The plug-ins and the module of the playbooks: pure parts, against systemd's own parser where there is one."""
+"""The pure parts of the playbooks' plug-ins and of their module."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -48,29 +45,6 @@ def test_arguments_take_the_form_that_their_type_says() -> None:
         '--model-path "/srv/models/a b"',
         r'--json "{\"a\": 1}"',
     ]
-
-
-AWKWARD = ["", " ", "a b", "50%", "$HOME", "${HOME}", 'say "yes"', "it's", "back\\slash", "a;b", "tab\there", "ümlaut"]
-
-
-@pytest.mark.skipif(
-    shutil.which("systemd-run") is None or not Path("/run/systemd/system").is_dir(), reason="no systemd"
-)
-def test_systemd_reads_back_the_words_that_were_written(tmp_path: Path) -> None:
-    unit = tmp_path / "words.service"
-    words = " ".join(line.partition(" ")[2] for line in systemd.server_arguments({"words": AWKWARD}))
-    unit.write_text(
-        f"[Service]\nType=oneshot\nExecStart={sys.executable} -c 'import sys; print(sys.argv[1:])' {words}\n"
-    )
-    subprocess.run(["systemctl", "link", "--runtime", unit], check=True)
-    try:
-        subprocess.run(["systemctl", "start", unit.name], check=True)
-        log = subprocess.run(
-            ["journalctl", f"--unit={unit.name}", "--output=cat"], check=True, capture_output=True, text=True
-        ).stdout
-    finally:
-        subprocess.run(["systemctl", "disable", "--runtime", unit.name], check=True)
-    assert repr(AWKWARD) in log
 
 
 @pytest.mark.parametrize("text", ["a\nb", "\n"])
