@@ -55,10 +55,9 @@ def test_systemd_reads_back_the_words_and_the_environment_that_were_written(targ
     program = "import os, sys; print(sys.argv[1:], os.environ['AWKWARD'])"
     environment = "\n".join(environment_lines({"AWKWARD": "".join(awkward)}))
     unit = f'[Service]\nEnvironmentFile=/run/words.env\nExecStart=python3 -c "{program}" {words}\n'
-    write = (
-        f"echo {shlex.quote(environment)} >/run/words.env; echo {shlex.quote(unit)} >/run/systemd/system/words.service"
-    )
-    target.sh(f"{write}; systemctl daemon-reload; systemctl start words")
+    for path, text in (("/run/words.env", environment), ("/run/systemd/system/words.service", unit)):
+        target.sh(f"printf %s {shlex.quote(text)} >{path}")
+    target.sh("systemctl daemon-reload; systemctl start words")
     eventually(lambda: "['" in target.sh("journalctl --unit=words --output=cat"))
     assert f"{awkward} {''.join(awkward)}" in target.sh("journalctl --unit=words --output=cat")
 
