@@ -48,7 +48,8 @@ def engine_environment(cpu_engine):
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        # The scheduler counts its KV slots at each step, not only when it is idle, and ends when one is lost.
+        # The scheduler counts its KV slots when it is idle, and with this at each step as well, where it can (top-k 1);
+        # it ends when one is lost.
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     }
 
@@ -108,6 +109,9 @@ def start_server(engine_python, engine_environment, pair, tmp_path_factory):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=0.3)
             yield Server(f"http://127.0.0.1:{port}", log)
+        except httpx.TransportError as error:
+            pytest.fail(f"the server did not answer: {error!r}:\n{log.read_text()[-5000:]}")
+        else:
             if process.poll() is not None or "Traceback" in log.read_text():
                 pytest.fail(f"the server failed, exit status {process.poll()}:\n{log.read_text()[-5000:]}")
         finally:

@@ -81,7 +81,8 @@ def overlap(start_server):
 
 
 @pytest.fixture(scope="module", params=["tree", "overlap"])
-def speculative(request):
+def speculative(request, plain):
+    """Either server, started after the plain one has gone: one at a time."""
     return request.getfixturevalue(request.param)
 
 
@@ -198,7 +199,8 @@ def test_prefixes_in_the_radix_cache(speculative, prompts):
     speculative.client.post("/flush_cache").raise_for_status()
     first, second = (speculative.generate(prompts[5] + prompts[6], 32) for _ in range(2))
     assert first["meta_info"]["cached_tokens"] == 0
-    assert second["meta_info"]["cached_tokens"] >= len(prompts[5] + prompts[6]) - 1
+    # All but the last token, and one less because EAGLE's cache goes by pairs of tokens.
+    assert second["meta_info"]["cached_tokens"] == len(prompts[5] + prompts[6]) - 2
     assert second["output_ids"] == first["output_ids"]
 
 
