@@ -116,6 +116,14 @@ def test_a_finished_release_that_was_altered_is_refused(target: Target, unharmed
     assert "sglang/srt/server_args.py" in plain(done.stdout)
 
 
+def test_a_release_that_serves_is_not_built_anew(target: Target, unharmed: State) -> None:
+    document = target.sh(f"ls {ROOT}/releases/*/release.json")
+    with changed(target, f"mv {document} {document}.kept", f"mv {document}.kept {document}"):
+        done = target.deploy()
+    assert done.returncode != 0
+    assert "would be deleted under the running server" in plain(done.stdout)
+
+
 def test_a_server_that_dies_at_start_is_rolled_back_and_the_old_one_serves_meanwhile_and_again(target: Target) -> None:
     before = target.state()
     watch = "while sleep 1; do systemctl show --property=MainPID --value sglang; done"
