@@ -35,13 +35,20 @@ class Case:
         return next((process for process in found if process["state"] != "Z"), None)
 
     @cached_property
+    def _living(self) -> list[Mapping[str, Any]]:
+        return [
+            process for process in self.processes if process["role"] == "scheduler" and process["state"] not in "ZX"
+        ]
+
+    @cached_property
     def schedulers(self) -> dict[int, Mapping[str, Any]]:
         """The living scheduler processes by their rank."""
-        return {
-            process["tp_rank"]: process
-            for process in self.processes
-            if process["role"] == "scheduler" and process["state"] not in "ZX"
-        }
+        return {process["tp_rank"]: process for process in self._living}
+
+    @cached_property
+    def ranks_are_unique(self) -> bool:
+        """Whether no two schedulers have the same tensor-parallel rank, as with data or pipeline parallelism."""
+        return len(self.schedulers) == len(self._living)
 
     @cached_property
     def start(self) -> Start | None:
@@ -81,10 +88,11 @@ class Case:
         size = arguments.get("tp_size") or (self.deployment or {}).get("tp_size") or 1
         nodes = arguments.get("nnodes") or 1
         if not isinstance(size, int) or not isinstance(nodes, int) or not 0 < nodes <= size <= MOST_RANKS:
-            return [0]
+            return sorted({0, *self.schedulers})
         here = size // nodes
         first = here * int(arguments.get("node_rank") or 0)
-        return list(range(first, first + here))
+        # Without arguments the size is a guess: a rank that is there counts as well.
+        return sorted({*range(first, first + here), *self.schedulers})
 
     @cached_property
     def manifest(self) -> tuple[Mapping[str, Any], str] | None:

@@ -101,7 +101,10 @@ def _ranks(case: Case) -> Iterator[Link]:
     missing = [rank for rank in expected if rank not in case.schedulers]
     seen = listed(f"rank {rank}: pid {process['pid']}" for rank, process in sorted(case.schedulers.items()))
     claimed = f"{len(expected)} scheduler(s)"
-    if not missing:
+    if not case.ranks_are_unique:
+        reason = "several schedulers have the same tensor-parallel rank: data and pipeline parallelism are not examined"
+        yield Link("ranks", claimed, seen, "processes", "unknown", reason)
+    elif not missing:
         yield Link("ranks", claimed, seen, "processes", "proved")
     elif not case.ready:
         reason = f"the scheduler of rank {listed(missing)} has not started yet: run fab verify-worker again"
@@ -356,7 +359,7 @@ def _changed_file(case: Case, path: str, file: Mapping[str, Any], digest: str) -
 
 def _loaded(case: Case) -> Iterator[Link]:
     """Whether each rank itself says that it loaded the patched code."""
-    if case.main is None:
+    if case.main is None or not case.ranks_are_unique:
         return
     for rank in case.expected_ranks:
         if rank not in case.schedulers:

@@ -512,6 +512,14 @@ def status_file_without_line(evidence: Evidence) -> None:
     current(evidence)["identities"] = []
 
 
+def data_parallel(evidence: Evidence) -> None:
+    evidence["processes"].append(process(300, "scheduler", ["sglang::scheduler_DP1_TP0"], 0))
+
+
+def unexpected_rank(evidence: Evidence) -> None:
+    evidence["processes"].append(process(300, "scheduler", ["sglang::scheduler_TP1"], 1))
+
+
 def other_worker_at_run_time(evidence: Evidence) -> None:
     for entry in (in_file(evidence), evidence["server"]["info"]["gates"][0]["identity"]):
         entry.update(worker="EAGLEWorkerV2", worker_module=V2)
@@ -587,6 +595,8 @@ CASES = (
     Case("stale compiled file was loaded", stale_compiled_was_loaded, "refuted", ("rank 0 loaded the compiled file",)),
     Case("one rank of two is silent", one_rank_silent, "refuted", ("rank 1", "without the patch"), 2),
     Case("one rank silent, log rotated", one_rank_silent_log_rotated, "unknown", ("rank 1", "restart"), 2),
+    Case("two schedulers of one rank", data_parallel, "unknown", ("same tensor-parallel rank",)),
+    Case("a rank that nobody expects", unexpected_rank, "refuted", ("rank 1", "without the patch")),
     Case("two servers, one is the unit", two_servers_one_unit, "proved", ("EAGLEWorker",)),
     Case("two servers, no unit", two_servers_no_unit, "unknown", ("2 servers", "service_name")),
     Case(
