@@ -177,17 +177,22 @@ def execute(connection: fabric.Connection, command: str, timeout: float) -> fabr
 class Tunnel:
     """A local Unix socket whose connections reach a TCP port of the host's loopback."""
 
-    def __init__(self, process: subprocess.Popen[bytes], socket: Path, errors: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], target: str, socket: Path, errors: Path) -> None:
         self.socket = str(socket)
+        self._target = target
         self._process = process
         self._errors = errors
 
     def failure(self) -> str | None:
-        """Return why the tunnel has ended, or None while it stands."""
-        status = self._process.poll()
-        if status is None:
-            return None
-        return f"the SSH tunnel ended with status {status}: {self._errors.read_text(errors='replace').strip() or '-'}"
+        """Return why the tunnel has ended or what it could not reach, or None while all is well.
+
+        A client sees no more of either than a connection that closes.
+        """
+        status, said = self._process.poll(), self._errors.read_text(errors="replace").strip()
+        if status is not None:
+            return f"the SSH tunnel ended with status {status}: {said or '-'}"
+        _, refused, why = said.rpartition("open failed: ")
+        return f"on the host, {self._target} could not be reached: {why.splitlines()[0]}" if refused else None
 
 
 @contextlib.contextmanager
@@ -221,7 +226,7 @@ def tunnel(host: Host, address: str, port: int, timeout: float = 10.0) -> Iterat
             process = subprocess.Popen(
                 command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=stderr
             )
-        opened = Tunnel(process, socket, errors)
+        opened = Tunnel(process, f"{address}:{port}", socket, errors)
         try:
             deadline = time.monotonic() + timeout
             while not socket.is_socket():

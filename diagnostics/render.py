@@ -190,38 +190,21 @@ def status(entries: Sequence[Entry]) -> None:
     console = make_console()
     _outcome(console, "Status check", entries)
     table = Table()
-    for name in (
-        "host",
-        "unit",
-        "uptime",
-        "restarts",
-        "deployment",
-        "release",
-        "threshold",
-        "gate",
-        "running",
-        "waiting",
-    ):
-        table.add_column(name)
+    for name in ("host", "unit", "uptime", "restarts", "deployment and release", "threshold", "gate", "requests"):
+        table.add_column(name, overflow="fold")
     for entry in entries:
-        unit, deployment, requests = entry.get("unit"), entry.get("deployment") or {}, entry.get("requests") or {}
-        table.add_row(
-            *(
-                Text(str(value if value is not None else "-"))
-                for value in (
-                    entry["host"],
-                    f"{unit['ActiveState']} ({unit['SubState']})" if unit else "not reached",
-                    _duration(unit["uptime_s"]) if unit else None,
-                    unit["NRestarts"] if unit else None,
-                    deployment.get("id"),
-                    deployment.get("release"),
-                    deployment.get("threshold"),
-                    ", ".join(dict.fromkeys(gate["mode"] for gate in entry.get("gates", []))) or None,
-                    requests.get("running"),
-                    requests.get("waiting"),
-                )
-            )
+        unit, deployment, requests = entry.get("unit"), entry.get("deployment"), entry.get("requests")
+        cells = (
+            entry["host"],
+            f"{unit['ActiveState']} ({unit['SubState']})" if unit else "not reached",
+            _duration(unit["uptime_s"]) if unit else None,
+            unit["NRestarts"] if unit else None,
+            f"{deployment['id']}\n{deployment['release']}" if deployment else None,
+            deployment["threshold"] if deployment else None,
+            ", ".join(dict.fromkeys(gate["mode"] for gate in entry.get("gates", []))) or None,
+            f"{requests['running']} running, {requests['waiting']} waiting" if requests else None,
         )
+        table.add_row(*(Text("-" if cell is None else str(cell)) for cell in cells))
     console.print(table)
     for entry in entries:
         for gpu in entry.get("gpus", []):

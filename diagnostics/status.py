@@ -42,15 +42,15 @@ def status(host: Host, timeout: float) -> dict[str, Any]:
             "series": deployment.series,
             "threshold": deployment.threshold,
         }
-        facts["gates"], unreadable = _gates(connection, deployment, timeout)
-        reasons += unreadable
         if unit["ActiveState"] == "active":
-            try:
-                with tunnel(host, deployment.address, deployment.port, timeout) as opened:
+            facts["gates"], unreadable = _gates(connection, deployment, timeout)
+            reasons += unreadable
+            with tunnel(host, deployment.address, deployment.port, timeout) as opened:
+                try:
                     running, waiting = asyncio.run(_requests(opened.socket, timeout))
-                facts["requests"] = {"running": running, "waiting": waiting}
-            except (ServerError, HostUnreachable) as error:
-                reasons.append(f"the server does not answer: {error}")
+                    facts["requests"] = {"running": running, "waiting": waiting}
+                except ServerError as error:
+                    reasons.append(f"the server does not answer: {opened.failure() or error}")
     return facts | {"ok": not reasons, "reasons": reasons}
 
 
@@ -73,7 +73,12 @@ def _gates(
     connection: fabric.Connection, deployment: Deployment, timeout: float
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The gate's state as each tensor-parallel rank last wrote it (none without the patch), and what was unreadable."""
-    answer = execute(connection, f"cat {shlex.quote(deployment.runtime_directory)}/rank-*.json", timeout)
+    # Only the service's user and root may read them.
+    folder = deployment.runtime_directory
+    command = f"sudo -n find {shlex.quote(folder)} -name 'rank-*.json' -exec cat {{}} +"
+    answer = execute(connection, command, timeout)
+    if not answer.ok:
+        return [], [f"the gate's status files cannot be read: {answer.stderr.strip()}"]
     gates, decoder, text = [], json.JSONDecoder(), answer.stdout.strip()
     while text:
         try:
@@ -82,7 +87,7 @@ def _gates(
                 {"tp_rank": document["identity"]["tp_rank"], **document["gate"], "updated": document["updated"]}
             )
         except (ValueError, KeyError, TypeError) as error:
-            return gates, [f"a status file in {deployment.runtime_directory} is unreadable: {error!r}"]
+            return gates, [f"a status file in {folder} is unreadable: {error!r}"]
         text = text[end:].lstrip()
     return sorted(gates, key=lambda gate: gate["tp_rank"]), []
 

@@ -82,7 +82,7 @@ def finish(schema: str, entries: Sequence[Entry], as_json: bool, show: Callable[
 def with_server(host: Host, work: Callable[[str], Entry]) -> Entry:
     """Run *work* with a Unix socket that leads to the server of *host*'s active deployment.
 
-    A tunnel that ended meanwhile is named, because it explains what the server is blamed for.
+    What the tunnel could not do is named, because it explains what the server is blamed for.
     """
     with connect(host, REACH_TIMEOUT_S) as connection:
         deployment = read_deployment(connection, host, REACH_TIMEOUT_S)

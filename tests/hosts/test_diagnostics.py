@@ -156,7 +156,8 @@ def test_status_shows_the_gate_of_each_rank(host: Machine) -> None:
     }
     for rank in (1, 0):
         document = {"schema": "spec_gate.rank/1", "identity": {"tp_rank": rank}, "gate": gate, "updated": 1.0}
-        host.sh(f"sudo tee /run/sglang/rank-{rank}.json", json.dumps(document).encode())
+        file = f"/run/sglang/rank-{rank}.json"
+        host.sh(f"sudo tee {file}; sudo chmod 600 {file}", json.dumps(document).encode())
     _, entry = host.entry("status")
     assert [(found["tp_rank"], found["mode"], found["running"]) for found in entry["gates"]] == [
         (0, "closed", 7),
@@ -177,6 +178,22 @@ def test_a_server_that_does_not_answer_is_no_success(host: Machine) -> None:
     status, entry = host.entry("status", "--timeout", "2")
     assert status == 1
     assert entry["reasons"] == ["the server does not answer: GET /v1/loads?include=core: no answer in time"]
+
+
+def test_a_port_where_nothing_listens_is_told(host: Machine, tmp_path: Path) -> None:
+    host.sh(
+        "sudo mkdir -p /opt/other/current && sudo tee /opt/other/current/deployment.json",
+        json.dumps(DEPLOYMENT | {"port": PORT + 1}).encode(),
+    )
+    options = f"-F {host.ssh_config}"
+    inventory = write_inventory(tmp_path / "hosts.yml", options, "  vars: {release_root: /opt/other}\n")
+    said = f"on the host, 127.0.0.1:{PORT + 1} could not be reached: connect failed: Connection refused"
+    for task in ("smoke", "load"):
+        status, entry = host.entry(task, inventory=inventory)
+        assert status == 1
+        assert entry["reasons"][-1] == said
+    status, entry = host.entry("status", inventory=inventory)
+    assert (status, entry["reasons"]) == (1, [f"the server does not answer: {said}"])
 
 
 def test_logs_are_those_of_the_running_invocation(host: Machine) -> None:
