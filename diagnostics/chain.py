@@ -20,6 +20,7 @@ THRESHOLD_OPTION = "--speculative-disable-batch-threshold"
 
 
 NOT_ESSENTIAL = ("the owners of GPU memory",)
+NOT_VISIBLE = "the server's processes cannot be seen by the login user: allow it `sudo python3` without a password"
 
 
 def _complete(case: Case) -> Iterator[Link]:
@@ -41,7 +42,7 @@ def _complete(case: Case) -> Iterator[Link]:
 
 
 def _service(case: Case) -> Iterator[Link]:
-    """Whether a server runs, and has finished starting."""
+    """Whether a server runs."""
     name, where = "service", "systemd"
     if case.unit is None:
         others = [process for process in dicts(case.evidence.get("others")) if process["role"] == "main"]
@@ -51,6 +52,9 @@ def _service(case: Case) -> Iterator[Link]:
                 f"there is no such unit, and {len(others)} servers run (pids {pids}): name the unit by service_name"
             )
             yield Link(name, "one server", f"{len(others)} servers", "processes", "unknown", reason)
+            return
+        if case.main is None and not _all_visible(case):
+            yield Link(name, "a server", "not visible", "systemd, processes", "unknown", NOT_VISIBLE)
             return
         if case.main is None:
             reason = "no unit of this name and no process of SGLang's: deploy first, or set service_name"
@@ -70,6 +74,9 @@ def _service(case: Case) -> Iterator[Link]:
             )
             yield Link(name, "active", seen, where, "refuted", reason)
             return
+        if case.main is None and not _all_visible(case):
+            yield Link(name, "SGLang's server", "not visible", "processes", "unknown", NOT_VISIBLE)
+            return
         if case.main is None or case.main["role"] != "main":
             command = " ".join(case.options[:4]) or "nothing"
             reason = f"{case.unit_name} runs {command}, which is not SGLang's server{case.drop_in}"
@@ -78,7 +85,13 @@ def _service(case: Case) -> Iterator[Link]:
         yield Link(name, "active", seen, where, "proved")
 
 
+def _all_visible(case: Case) -> bool:
+    """Whether a process or a unit that was not seen does not exist."""
+    return bool(case.evidence.get("privileged")) and not dicts(case.evidence.get("problems"))
+
+
 def _ready(case: Case) -> Iterator[Link]:
+    """Whether the server has finished starting."""
     if case.main is None:
         return
     if case.start is not None and case.start.crashes and len(case.schedulers) < len(case.expected_ranks):
@@ -391,6 +404,11 @@ def _no_identity(case: Case, rank: int) -> tuple[State, str]:
         )
     if not case.ready:
         return "unknown", f"rank {rank} has not reported yet{stale}: run fab verify-worker again"
+    if case.start is not None and case.start.torn_identities:
+        return (
+            "unknown",
+            f"rank {rank} keeps no status file{stale}, and an identity line of the log is torn: restart {case.unit_name}",
+        )
     if case.start is not None and case.start.arguments_complete and case.start.ready:
         return "refuted", (
             f"rank {rank} neither keeps a status file nor printed its identity while it started{stale}: "

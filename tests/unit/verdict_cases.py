@@ -466,6 +466,10 @@ def no_sudo(evidence: Evidence) -> None:
     evidence["log"] = None
 
 
+def processes_hidden(evidence: Evidence) -> None:
+    evidence.update(privileged=False, main_pid=None, processes=[], interpreter=None, log=None)
+
+
 def unpatched_server(evidence: Evidence) -> None:
     no_unit(evidence)
     for name, found in evidence["interpreter"]["modules"].items():
@@ -527,6 +531,11 @@ def other_worker_at_run_time(evidence: Evidence) -> None:
 
 def two_identities(evidence: Evidence) -> None:
     evidence["server"]["info"]["gates"][0]["identity"]["threshold"] = 6
+
+
+def torn_identity(evidence: Evidence) -> None:
+    no_word(evidence)
+    current(evidence)["torn_identities"] = 1
 
 
 def other_series_loaded(evidence: Evidence) -> None:
@@ -626,6 +635,7 @@ CASES = (
     Case("still loading", loading, "unknown", ("not started yet",)),
     Case("port answered by another program", foreign_port, "refuted", ("nginx", "4711")),
     Case("SSH works, sudo does not", no_sudo, "unknown", ("may not use sudo",)),
+    Case("processes of others are hidden", processes_hidden, "unknown", ("cannot be seen by the login user",)),
     Case("no unit: a server started by hand", no_unit, "proved", ("EAGLEWorker",)),
     Case("no unit, not patched", unpatched_server, "refuted", ("SGLang's own file, without the patch",)),
     Case("no unit, another SGLang", other_release_of_sglang, "refuted", ("without the patch",)),
@@ -637,6 +647,7 @@ CASES = (
     Case("restarted meanwhile", restarted_meanwhile, "unknown", ("restarted while",)),
     Case("identity in the log only", only_the_log_speaks, "unknown", ("a log proves nothing",)),
     Case("status file, no line in the log", status_file_without_line, "unknown", ("disagree",)),
+    Case("no status file, identity torn in the log", torn_identity, "unknown", ("torn",)),
     Case("/server_info and status file differ", two_identities, "unknown", ("another identity",)),
     Case("another series loaded", other_series_loaded, "refuted", ("ffffffffffff",)),
     Case("manifest changed on the host", manifest_forged, "refuted", ("manifest", "changed")),
