@@ -407,7 +407,8 @@ def _no_identity(case: Case, rank: int) -> tuple[State, str]:
     if case.start is not None and case.start.torn_identities:
         return (
             "unknown",
-            f"rank {rank} keeps no status file{stale}, and an identity line of the log is torn: restart {case.unit_name}",
+            f"rank {rank} keeps no status file{stale}, and the log has an identity line that is torn: "
+            f"restart {case.unit_name}",
         )
     if case.start is not None and case.start.arguments_complete and case.start.ready:
         return "refuted", (
