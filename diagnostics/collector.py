@@ -117,6 +117,8 @@ def collect(request: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
     processes = read_processes()
     unit = read_unit(request["unit"], problems)
     deployment = read_json(request["deployment_path"], problems, missing_is_problem=False)
+    if deployment and deployment.get("unit") != request["unit"]:
+        deployment = None  # it speaks of another server on this host
     release = manifest = None
     if deployment:
         release = read_json(os.path.join(deployment["release_path"], "release.json"), problems)

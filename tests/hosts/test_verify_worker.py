@@ -74,8 +74,8 @@ def eventually(condition: Callable[[], bool], seconds: float = 300) -> None:
         time.sleep(1)
 
 
-def wait_until_ready(host: Rehearsal) -> None:
-    eventually(lambda: host.ssh("curl -sf http://127.0.0.1:30000/server_info >/dev/null").returncode == 0)
+def wait_until_ready(host: Rehearsal, port: int = 30000) -> None:
+    eventually(lambda: host.ssh(f"curl -sf http://127.0.0.1:{port}/server_info >/dev/null").returncode == 0)
 
 
 def test_proved_by_one_login_and_one_command(deployed: Rehearsal, tmp_path: Path) -> None:
@@ -209,4 +209,35 @@ def test_stopped_then_loading(deployed: Rehearsal) -> None:
         assert "run fab verify-worker again" in reason(deployed, 3)
     finally:
         root(deployed, "systemctl start sglang")
+        wait_until_ready(deployed)
+
+
+def test_another_unit_with_two_ranks(deployed: Rehearsal, tmp_path: Path) -> None:
+    """A server that this project did not deploy, beside the one that it did."""
+    argv = root(deployed, "tr '\\0' '\\n' </proc/$(systemctl show --property MainPID --value sglang)/cmdline").split(
+        "\n"
+    )
+    for option, value in (("--port", "30002"), ("--tp-size", "2")):
+        argv[argv.index(option) + 1] = value
+    properties = {
+        "User": "sglang",
+        "RuntimeDirectory": "second",
+        "EnvironmentFile": "/opt/sglang/current/environment",
+        "Environment": "PYTHONNOUSERSITE=1",
+    }
+    settings = " ".join(f"--property {shlex.quote(f'{name}={value}')}" for name, value in properties.items())
+    root(deployed, f"systemctl stop sglang; systemd-run --quiet --unit second {settings} {shlex.join(argv)}")
+    inventory = tmp_path / "hosts.yml"
+    options = json.dumps(f"-F {deployed.directory}/ssh_config")
+    inventory.write_text(
+        f"all:\n  hosts:\n    rehearsal-1:\n      service_name: second\n      ansible_ssh_common_args: {options}\n"
+    )
+    try:
+        wait_until_ready(deployed, 30002)
+        status, document = verify(deployed, "--inventory", str(inventory), "--save", str(tmp_path / "kept"))
+        (host,) = document["hosts"]
+        assert (status, document["worker"]) == (0, "EAGLEWorker"), host["reason"]
+        assert "all 2 ranks run the patched EAGLEWorker" in host["reason"]
+    finally:
+        root(deployed, "systemctl stop second; systemctl start sglang")
         wait_until_ready(deployed)
