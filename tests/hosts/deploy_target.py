@@ -59,6 +59,11 @@ class Target:
         deployment = self.sh(f"readlink {ROOT}/current").rpartition("/")[2]
         return State(deployment, int(self.sh("systemctl show --property=MainPID --value sglang")))
 
+    def release(self) -> str:
+        """Folder of the active release."""
+        path: str = json.loads(self.sh(f"cat {ROOT}/current/deployment.json"))["release_path"]
+        return path
+
     def is_healthy(self) -> bool:
         answer = self.rehearsal.ssh("curl --silent --max-time 20 --output /dev/null --write-out '%{http_code}' "
                                     "http://127.0.0.1:30000/health")  # fmt: skip
