@@ -21,8 +21,8 @@ class Rehearsal:
     directory: Path
 
     def rehearsal(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run `python -m rehearsal` for the hosts of this directory."""
-        return self.run([sys.executable, "-m", "rehearsal", *arguments])
+        """Run `python -m rehearsal` for the hosts of this directory; making image or model takes minutes, once."""
+        return self.run([sys.executable, "-m", "rehearsal", *arguments], timeout=900)
 
     def run_playbook(self, *arguments: str, timeout: float = 900) -> subprocess.CompletedProcess[str]:
         """Run ansible-playbook; standard error is in the output, where a user sees it."""
