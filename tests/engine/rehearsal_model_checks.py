@@ -1,4 +1,4 @@
-"""Checks of the rehearsal model that need torch: run by test_rehearsal_model.py, in the engine's environment.
+"""Checks of the rehearsal model that need torch: run by test_trained_model.py, in the engine's environment.
 
 usage: python rehearsal_model_checks.py CHECK
 """

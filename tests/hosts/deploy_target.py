@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from conftest import BIN, REPOSITORY, Rehearsal
+from rehearsal_commands import BIN, REPOSITORY, Rehearsal
 
 ROOT = "/opt/sglang"
 INVENTORY = REPOSITORY / "inventory/rehearsal"

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from conftest import REPOSITORY, Rehearsal
 from deploy_target import ROOT, State, Target, eventually, plain, recap
+from rehearsal_commands import REPOSITORY, Rehearsal
 
 sys.path.insert(0, str(REPOSITORY / "plugins/filter"))
 from systemd import environment_lines, server_arguments

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from conftest import Rehearsal
 from deploy_target import ROOT, State, Target, eventually, plain
+from rehearsal_commands import Rehearsal
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
 

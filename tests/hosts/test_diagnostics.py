@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BIN, REPOSITORY, Rehearsal, booted
+from rehearsal_commands import BIN, REPOSITORY, Rehearsal, booted
 
 pytestmark = pytest.mark.hosts
 

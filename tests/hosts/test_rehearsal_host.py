@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Rehearsal, booted
+from rehearsal_commands import REPOSITORY, Rehearsal, booted
 
 from rehearsal import machine
 from rehearsal.host import Host, RehearsalDirectory

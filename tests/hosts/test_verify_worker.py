@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Rehearsal
+from rehearsal_commands import Rehearsal
 
 pytestmark = pytest.mark.hosts
 
