@@ -74,7 +74,7 @@ def test_good_variables_are_followed_by_a_connection(tmp_path: Path) -> None:
     """Without this, the tests above could pass because nothing is accepted."""
     status, output = deploy(tmp_path, "-e", "threshold=0")
     assert status != 0
-    assert "UNREACHABLE" in output
+    assert "Cannot become root on gpu-1" in output
 
 
 @pytest.mark.parametrize(
