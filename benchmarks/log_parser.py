@@ -112,14 +112,10 @@ def main() -> None:
     for name, pairs in times.items():
         wall, cpu = (statistics.median(column) for column in zip(*pairs, strict=True))
         rates[name] = (size / wall, size / cpu)
-        print(
-            f"{name:7} {size / wall:5.2f} GB/s wall, {size / cpu:5.2f} GB/s CPU   ({size:.2f} GB, median of {len(pairs)})"
-        )
+        print(f"{name:7} {size / wall:5.2f} GB/s wall, {size / cpu:5.2f} GB/s CPU (median of {len(pairs)})")
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    print(
-        f"parser / grep: {rates['parser'][0] / rates['grep'][0]:.2f} wall, {rates['parser'][1] / rates['grep'][1]:.2f} CPU"
-    )
-    print(f"peak memory of the parser's process: {peak:.0f} MiB")
+    wall, cpu = (mine / other for mine, other in zip(rates["parser"], rates["grep"], strict=True))
+    print(f"parser / grep: {wall:.2f} wall, {cpu:.2f} CPU over {size:.2f} GB; peak memory of either: {peak:.0f} MiB")
 
 
 if __name__ == "__main__":

@@ -92,6 +92,8 @@ class Problems:
         """Note that `what` is missing."""
         if isinstance(why, OSError):
             why = why.strerror or why
+        elif isinstance(why, subprocess.CalledProcessError):
+            why = f"{why.cmd[0]} ended with status {why.returncode}: {why.stderr.strip()}"
         entry = {"what": what, "why": str(why)[:500]}
         if entry not in self.found:
             self.found.append(entry)
@@ -115,6 +117,8 @@ def collect(request: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
     processes = read_processes()
     unit = read_unit(request["unit"], problems)
     deployment = read_json(request["deployment_path"], problems, missing_is_problem=False)
+    if deployment and deployment.get("unit") != request["unit"]:
+        deployment = None  # it speaks of another server on this host
     release = manifest = None
     if deployment:
         release = read_json(os.path.join(deployment["release_path"], "release.json"), problems)
@@ -163,7 +167,9 @@ def collect(request: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
 
 
 def read_unit(name: str, problems: Problems) -> dict[str, Any] | None:
-    """The unit's state and settings; None when systemd does not know it."""
+    """The unit's state and settings; None when systemd does not know it, or does not run this host."""
+    if not os.path.isdir("/run/systemd/system"):  # sd_booted(3)
+        return None
     command = ["systemctl", "show", "--no-pager", "--property", UNIT_PROPERTIES.replace(" ", ","), name]
     with problems.noted("the unit"):
         properties = dict(line.partition("=")[::2] for line in output_of(command).splitlines() if "=" in line)
@@ -258,8 +264,9 @@ def read_process(pid: int) -> Process | None:
             status = dict(line.rstrip("\n").partition(":")[::2] for line in file)
     except OSError:
         return None
-    # cgroup v2 is the entry without controllers; with v1, systemd's own hierarchy says the unit.
-    cgroup = next((path for _, names, path in groups if names in ("name=systemd", "")), "")
+    # systemd's units are in the entry without controllers (cgroup v2), in systemd's own hierarchy (v1), or in both; an
+    # entry that it does not use says "/".
+    cgroup = max((path for _, names, path in groups if names in ("name=systemd", "")), key=len, default="")
     return Process(
         pid=pid,
         ppid=int(fields[1]),
@@ -562,7 +569,7 @@ def read_log(
                 journal.kill()
         if facts.bytes == 0:
             problems.add("the log", "the journal has no line of this invocation that this user may read")
-        return {"source": f"journal, invocation {invocation}", "facts": dataclasses.asdict(facts)}
+        return {"source": f"journal, invocation {invocation[:8]}", "facts": dataclasses.asdict(facts)}
     return None
 
 

@@ -10,6 +10,7 @@ process, the very process that measures latencies.
 from __future__ import annotations
 
 import contextlib
+import logging
 import shlex
 import subprocess
 import tempfile
@@ -23,6 +24,9 @@ import paramiko
 from invoke.exceptions import CommandTimedOut, ThreadException
 
 from diagnostics.inventory import REPOSITORY, Host
+
+# paramiko logs each failure with a traceback besides raising it.
+logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 
 class HostUnreachable(Exception):
@@ -75,9 +79,7 @@ def parse_settings(text: str, host: Host) -> SshSettings:
     proxy = values.get("proxycommand", ["none"])[0]
     hostname, port = values["hostname"][0], int(values["port"][0])
     if jump != "none":
-        *through, last = jump.split(",")
-        hops = ["-J", ",".join(through)] if through else []
-        proxy = shlex.join([*_ssh(host), *hops, "-W", f"[{hostname}]:{port}", last])
+        proxy = _jump_command(host, jump, f"[{hostname}]:{port}")
     return SshSettings(
         hostname=hostname,
         port=port,
@@ -88,6 +90,20 @@ def parse_settings(text: str, host: Host) -> SshSettings:
         host_key_alias=values.get("hostkeyalias", [None])[0],
         proxy_command=None if proxy == "none" else proxy,
     )
+
+
+def _jump_command(host: Host, jump: str, target: str) -> str:
+    """The command that OpenSSH itself runs for ``ProxyJump``: of the options only the configuration file goes along.
+
+    The other options are the target's; among them may be the very ProxyJump, and then the jump would have no end.
+    """
+    options = host.ssh_options
+    files = [options[index + 1] for index, option in enumerate(options) if option == "-F"]
+    *through, last = jump.split(",")
+    command = [host.ssh_executable]
+    command += ["-F", files[0]] if files else []
+    command += ["-J", ",".join(through)] if through else []
+    return shlex.join([*command, "-W", target, f"ssh://{last}"])
 
 
 @contextlib.contextmanager
@@ -161,17 +177,22 @@ def execute(connection: fabric.Connection, command: str, timeout: float) -> fabr
 class Tunnel:
     """A local Unix socket whose connections reach a TCP port of the host's loopback."""
 
-    def __init__(self, process: subprocess.Popen[bytes], socket: Path, errors: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], target: str, socket: Path, errors: Path) -> None:
         self.socket = str(socket)
+        self._target = target
         self._process = process
         self._errors = errors
 
     def failure(self) -> str | None:
-        """Return why the tunnel has ended, or None while it stands."""
-        status = self._process.poll()
-        if status is None:
-            return None
-        return f"the SSH tunnel ended with status {status}: {self._errors.read_text(errors='replace').strip() or '-'}"
+        """Return why the tunnel has ended or what it could not reach, or None while all is well.
+
+        A client sees no more of either than a connection that closes.
+        """
+        status, said = self._process.poll(), self._errors.read_text(errors="replace").strip()
+        if status is not None:
+            return f"the SSH tunnel ended with status {status}: {said or '-'}"
+        _, refused, why = said.rpartition("open failed: ")
+        return f"on the host, {self._target} could not be reached: {why.splitlines()[0]}" if refused else None
 
 
 @contextlib.contextmanager
@@ -205,7 +226,7 @@ def tunnel(host: Host, address: str, port: int, timeout: float = 10.0) -> Iterat
             process = subprocess.Popen(
                 command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=stderr
             )
-        opened = Tunnel(process, socket, errors)
+        opened = Tunnel(process, f"{address}:{port}", socket, errors)
         try:
             deadline = time.monotonic() + timeout
             while not socket.is_socket():

@@ -93,9 +93,13 @@ def gather(connection: fabric.Connection, host: Host, timeout: float) -> Evidenc
     if result.exited != 0:
         reason = result.stderr.strip().splitlines()[-1:] or [f"exit status {result.exited}"]
         return unreachable(host.name, f"the collector failed on the host: {reason[0]}")
+    # A login script may print something of its own before.
+    last_line = result.stdout.strip().rpartition("\n")[2]
     try:
-        document = json.loads(result.stdout)
+        document = json.loads(last_line)
     except ValueError:
+        document = None
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         return unreachable(host.name, "the host printed something other than the evidence; check its login scripts")
     return {**document, "host": host.name, "error": None, "reference": manifests}
 

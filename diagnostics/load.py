@@ -14,7 +14,7 @@ import httpx
 
 from diagnostics.prompts import Prompt
 from diagnostics.server import Gate, ServerError, ServerInfo, api_client, context_length, server_info, tokenise
-from diagnostics.traffic import OUTCOMES, Result, Run, closed_loop, summarise
+from diagnostics.traffic import OUTCOMES, Result, Run, closed_loop, percentiles, summarise
 
 REOPEN_WAIT_S = 10.0
 POLL_S = 0.5
@@ -74,7 +74,7 @@ async def _measure(
     reasons += _shortfalls(warm, " in the warm-up")
     before = await server_info(client)
     run = await send(requests=plan.requests, duration=plan.duration, seed=plan.seed, on_result=on_result)
-    document |= summarise(run.results)
+    document |= summarise(run.results) | {"client_lag_s": percentiles(run.client_lags)}
     document["kinds"] = {
         kind: summarise([result for result in run.results if result.kind == kind])
         for kind in dict.fromkeys(prompt.kind for prompt in fitting)

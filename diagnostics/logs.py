@@ -416,7 +416,7 @@ class _Parser:
             self._signals = [*self._signals[1 - KEPT :], message[: message.find(b" ")].decode("ascii", "replace")]
         else:
             last_line = _exception(window[line_start : line_start + (1 << 14)])
-            self._crashes = [*self._crashes[1 - KEPT :], (last_line or message)[:300].decode("utf-8", "replace")]
+            self._crashes = [*self._crashes[1 - KEPT :], (last_line or message)[:200].decode("utf-8", "replace")]
 
 
 def _plain(text: bytes) -> bytes:

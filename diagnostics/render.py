@@ -18,6 +18,7 @@ from diagnostics.load import Plan
 from diagnostics.traffic import OUTCOMES, PERCENTILES, Result
 
 PIPED_WIDTH = 120
+NOTABLE_LAG_S = 0.02
 
 
 def make_console() -> Console:
@@ -120,6 +121,7 @@ def load(entries: Sequence[Entry]) -> None:
                 [
                     ("errors", "; ".join(f"{e['count']} {e['outcome']}: {e['reason']}" for e in entry["errors"])),
                     ("skipped", ", ".join(f"{p['name']} ({p['tokens']} tokens)" for p in entry["skipped_prompts"])),
+                    ("client", _lag_line(entry["client_lag_s"])),
                     ("gate", _gate_line(entry.get("gate"))),
                     ("accept length", _accept_length(entry.get("accept_length_since_start"))),
                 ],
@@ -172,6 +174,13 @@ def _gate_line(gate: Mapping[str, Any] | None) -> str:
     )
 
 
+def _lag_line(lag: Mapping[str, float] | None) -> str | None:
+    """A client that was late is no fault of the server, but all latencies hold it."""
+    if lag is None or lag["p95"] < NOTABLE_LAG_S:
+        return None
+    return f"was itself late by {_quantiles(lag, 1000, 0)} ms (p50/p95/p99): the latencies above include that"
+
+
 def _accept_length(length: float | None) -> str | None:
     return None if length is None else f"{length:.2f} (SGLang's mean since its start, closed steps included)"
 
@@ -181,38 +190,21 @@ def status(entries: Sequence[Entry]) -> None:
     console = make_console()
     _outcome(console, "Status check", entries)
     table = Table()
-    for name in (
-        "host",
-        "unit",
-        "uptime",
-        "restarts",
-        "deployment",
-        "release",
-        "threshold",
-        "gate",
-        "running",
-        "waiting",
-    ):
-        table.add_column(name)
+    for name in ("host", "unit", "uptime", "restarts", "deployment and release", "threshold", "gate", "requests"):
+        table.add_column(name, overflow="fold")
     for entry in entries:
-        unit, deployment, requests = entry.get("unit"), entry.get("deployment") or {}, entry.get("requests") or {}
-        table.add_row(
-            *(
-                Text(str(value if value is not None else "-"))
-                for value in (
-                    entry["host"],
-                    f"{unit['ActiveState']} ({unit['SubState']})" if unit else "not reached",
-                    _duration(unit["uptime_s"]) if unit else None,
-                    unit["NRestarts"] if unit else None,
-                    deployment.get("id"),
-                    deployment.get("release"),
-                    deployment.get("threshold"),
-                    ", ".join(dict.fromkeys(gate["mode"] for gate in entry.get("gates", []))) or None,
-                    requests.get("running"),
-                    requests.get("waiting"),
-                )
-            )
+        unit, deployment, requests = entry.get("unit"), entry.get("deployment"), entry.get("requests")
+        cells = (
+            entry["host"],
+            f"{unit['ActiveState']} ({unit['SubState']})" if unit else "not reached",
+            _duration(unit["uptime_s"]) if unit else None,
+            unit["NRestarts"] if unit else None,
+            f"{deployment['id']}\n{deployment['release']}" if deployment else None,
+            deployment["threshold"] if deployment else None,
+            ", ".join(dict.fromkeys(gate["mode"] for gate in entry.get("gates", []))) or None,
+            f"{requests['running']} running, {requests['waiting']} waiting" if requests else None,
         )
+        table.add_row(*(Text("-" if cell is None else str(cell)) for cell in cells))
     console.print(table)
     for entry in entries:
         for gpu in entry.get("gpus", []):

@@ -42,14 +42,15 @@ def status(host: Host, timeout: float) -> dict[str, Any]:
             "series": deployment.series,
             "threshold": deployment.threshold,
         }
-        facts["gates"] = _gates(connection, deployment, timeout)
         if unit["ActiveState"] == "active":
-            try:
-                with tunnel(host, deployment.address, deployment.port, timeout) as opened:
+            facts["gates"], unreadable = _gates(connection, deployment, timeout)
+            reasons += unreadable
+            with tunnel(host, deployment.address, deployment.port, timeout) as opened:
+                try:
                     running, waiting = asyncio.run(_requests(opened.socket, timeout))
-                facts["requests"] = {"running": running, "waiting": waiting}
-            except (ServerError, HostUnreachable) as error:
-                reasons.append(f"the server does not answer: {error}")
+                    facts["requests"] = {"running": running, "waiting": waiting}
+                except ServerError as error:
+                    reasons.append(f"the server does not answer: {opened.failure() or error}")
     return facts | {"ok": not reasons, "reasons": reasons}
 
 
@@ -68,9 +69,16 @@ def _unit(connection: fabric.Connection, host: Host, timeout: float) -> dict[str
     return unit | {"uptime_s": round(float(uptime.split()[0]) - started, 1) if running and started else None}
 
 
-def _gates(connection: fabric.Connection, deployment: Deployment, timeout: float) -> list[dict[str, Any]]:
-    """The gate's state as each tensor-parallel rank last wrote it; empty without the patch."""
-    answer = execute(connection, f"cat {shlex.quote(deployment.runtime_directory)}/rank-*.json", timeout)
+def _gates(
+    connection: fabric.Connection, deployment: Deployment, timeout: float
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The gate's state as each tensor-parallel rank last wrote it (none without the patch), and what was unreadable."""
+    # Only the service's user and root may read them.
+    folder = deployment.runtime_directory
+    command = f"sudo -n find {shlex.quote(folder)} -name 'rank-*.json' -exec cat {{}} +"
+    answer = execute(connection, command, timeout)
+    if not answer.ok:
+        return [], [f"the gate's status files cannot be read: {answer.stderr.strip()}"]
     gates, decoder, text = [], json.JSONDecoder(), answer.stdout.strip()
     while text:
         try:
@@ -79,9 +87,9 @@ def _gates(connection: fabric.Connection, deployment: Deployment, timeout: float
                 {"tp_rank": document["identity"]["tp_rank"], **document["gate"], "updated": document["updated"]}
             )
         except (ValueError, KeyError, TypeError) as error:
-            raise HostUnreachable(f"a status file in {deployment.runtime_directory} is unreadable: {error}") from error
+            return gates, [f"a status file in {folder} is unreadable: {error!r}"]
         text = text[end:].lstrip()
-    return sorted(gates, key=lambda gate: gate["tp_rank"])
+    return sorted(gates, key=lambda gate: gate["tp_rank"]), []
 
 
 def _gpus(connection: fabric.Connection, timeout: float) -> list[dict[str, str]]:

@@ -33,6 +33,8 @@ from diagnostics.status import status as read_status
 
 SUCCESS, FAILURE, USAGE = 0, 1, 2
 
+REACH_TIMEOUT_S = 15.0  # for each step of reaching a host: login, one command, the tunnel
+
 COMMON_HELP = {
     "limit": "only these hosts (a pattern of Ansible's: names, groups, wildcards, '!' to leave out)",
     "inventory": "inventory file or folder, may be repeated (default: what ansible.cfg names)",
@@ -77,22 +79,18 @@ def finish(schema: str, entries: Sequence[Entry], as_json: bool, show: Callable[
     raise Exit(code=SUCCESS if ok else FAILURE)
 
 
-def with_server(host: Host, timeout: float, work: Callable[[str], Entry]) -> Entry:
+def with_server(host: Host, work: Callable[[str], Entry]) -> Entry:
     """Run *work* with a Unix socket that leads to the server of *host*'s active deployment.
 
-    A tunnel that ended meanwhile is named, because it explains what the server is blamed for. *timeout* (seconds)
-    bounds each step of reaching the host.
+    What the tunnel could not do is named, because it explains what the server is blamed for.
     """
-    with connect(host, timeout) as connection:
-        deployment = read_deployment(connection, host, timeout)
-    with tunnel(host, deployment.address, deployment.port, timeout) as opened:
+    with connect(host, REACH_TIMEOUT_S) as connection:
+        deployment = read_deployment(connection, host, REACH_TIMEOUT_S)
+    with tunnel(host, deployment.address, deployment.port, REACH_TIMEOUT_S) as opened:
         entry = {"deployment": deployment.id, **work(opened.socket)}
         if (reason := opened.failure()) is not None:
             entry |= {"ok": False, "reasons": [*entry["reasons"], reason]}
         return entry
-
-
-REACH_TIMEOUT_S = 15.0
 
 
 @diagnostic_task(
@@ -116,9 +114,7 @@ def smoke(
     hosts = load_hosts(inventory, limit)
 
     def work(host: Host) -> Entry:
-        return with_server(
-            host, REACH_TIMEOUT_S, lambda socket: asyncio.run(run_smoke(socket, floor=floor, timeout=seconds))
-        )
+        return with_server(host, lambda socket: asyncio.run(run_smoke(socket, floor=floor, timeout=seconds)))
 
     finish("specgate.smoke/1", on_each(hosts, work), json, render.smoke)
 
@@ -172,7 +168,7 @@ def load(
             def measure(socket: str) -> Entry:
                 return asyncio.run(run_load(socket, plan, chosen, progress.counter(host)))
 
-            return with_server(host, REACH_TIMEOUT_S, measure)
+            return with_server(host, measure)
 
         entries = on_each(hosts, work)
     finish("specgate.load/1", entries, json, render.load)

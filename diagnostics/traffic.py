@@ -24,6 +24,7 @@ from diagnostics.server import error_message, http_error, transport_error
 Outcome = Literal["answered", "failed", "lost"]
 OUTCOMES: tuple[Outcome, ...] = ("answered", "failed", "lost")
 PERCENTILES = (50, 95, 99)
+LAG_SAMPLE_S = 0.05
 FINISHED = ("stop", "length", "tool_calls", "function_call", "content_filter")
 
 
@@ -170,10 +171,15 @@ async def _stream(client: httpx.AsyncClient, body: dict[str, Any], answer: _Answ
 
 @dataclass(frozen=True)
 class Run:
-    """The results of one closed loop, in order of their ends; ``gave_up`` says why it stopped early."""
+    """The results of one closed loop, in order of their ends.
+
+    ``gave_up`` says why it stopped early. ``client_lags`` (seconds) are samples of how late this process itself was: a
+    client that is short of CPU sees answers later than they came, and all latencies grow by that.
+    """
 
     results: tuple[Result, ...]
     gave_up: str | None
+    client_lags: tuple[float, ...]
 
 
 async def closed_loop(
@@ -212,11 +218,24 @@ async def closed_loop(
             results.append(result)
             on_result(result)
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(concurrency):
-            group.create_task(user())
+    lags: list[float] = []
+    watch = asyncio.create_task(_watch_lag(lags))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(user())
+    finally:
+        watch.cancel()
     gave_up = f"stopped after {losses} requests lost in a row" if losses >= hopeless else None
-    return Run(tuple(results), gave_up)
+    return Run(tuple(results), gave_up, tuple(lags))
+
+
+async def _watch_lag(lags: list[float]) -> None:
+    """Sleep again and again and note by how much each waking was late."""
+    while True:
+        due = time.monotonic() + LAG_SAMPLE_S
+        await asyncio.sleep(LAG_SAMPLE_S)
+        lags.append(time.monotonic() - due)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:

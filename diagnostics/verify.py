@@ -86,9 +86,9 @@ def show(verdicts: Sequence[Verdict]) -> None:
 
 def _chain(found: Verdict) -> Table:
     table = Table(title=found.host, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("link", "claimed", "seen", "where", ""):
+    for column in ("", "link", "claimed", "seen", "where"):
         table.add_column(column, overflow="fold")
     for link in found.links:
         state = Text("-" if link.state == "not applicable" else link.state, STYLES[link.state])
-        table.add_row(*(Text(text) for text in (link.name, link.claimed, link.seen, link.where)), state)
+        table.add_row(state, *(Text(text) for text in (link.name, link.claimed, link.seen, link.where)))
     return table

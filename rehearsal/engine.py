@@ -44,13 +44,11 @@ def ensure_environment() -> Path:
 
 
 def ensure_model() -> Path:
-    """The directory with the model (`target`, `draft`), trained first when it is not in the cache.
-
-    Raises subprocess.CalledProcessError when the training fails; it has said why on standard error.
-    """
+    """The directory with the model (`target`, `draft`), trained first when it is not in the cache."""
     command = [str(ensure_environment()), "-m", "rehearsal_model"]
     environment = os.environ | {"PYTHONPATH": str(CHECKOUT / "files/rehearsal_model")}
-    subprocess.run(command, check=True, env=environment, stdin=subprocess.DEVNULL)
+    if subprocess.run(command, check=False, env=environment, stdin=subprocess.DEVNULL).returncode:
+        raise machine.Unsuitable("training the rehearsal model failed, as it says above")
     command.append("--print-cache-directory")
     return Path(subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout.strip())
 

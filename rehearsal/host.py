@@ -16,8 +16,8 @@ from rehearsal.machine import Unsuitable, run
 from rehearsal.network import Network
 from rehearsal.supervision import supervisor
 
-MEMORY = 6.0  # GiB: a release being built, and SGLang with the tiny pair
-DISK = 10.0  # GiB: image, package cache and two releases
+MEMORY = 4.0  # GiB: SGLang with the tiny pair takes 2, and a release is built beside it
+DISK = 10.0  # GiB: one release with its package cache takes 5.5, and others share most of it
 LOGIN_DEADLINE = 120.0  # seconds; a boot takes one or two
 
 

@@ -70,6 +70,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         ]
         if any(problems):
             raise AnsibleActionFail(
-                " ".join(filter(None, problems)) + " Nothing was touched. All variables are listed in docs/variables.md."
+                " ".join(filter(None, problems))
+                + " Nothing was touched. All variables are listed in docs/variables.md."
             )
         return {"changed": False, "known": sorted(set().union(*documented.values()))}

@@ -23,8 +23,8 @@ class CallbackModule(CallbackBase):  # type: ignore[misc]
 
     def v2_playbook_on_no_hosts_matched(self) -> None:
         Display().error(
-            "The play matched no host, so nothing was done. The playbooks work on the inventory's group 'sglang_hosts': "
-            "put a host into it, or correct --inventory or --limit. "
+            "The play matched no host, so nothing was done. The playbooks work on the inventory's group "
+            "'sglang_hosts': put a host into it, or correct --inventory or --limit. "
             "`ansible-inventory --graph` prints the groups and hosts that Ansible sees."
         )
         # Exceptions of callbacks are turned into warnings; leaving is the one way to change the exit status.

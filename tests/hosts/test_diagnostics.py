@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BIN, REPOSITORY, Rehearsal, booted
+from rehearsal_commands import BIN, REPOSITORY, Rehearsal, booted
 
 pytestmark = pytest.mark.hosts
 
@@ -156,7 +156,8 @@ def test_status_shows_the_gate_of_each_rank(host: Machine) -> None:
     }
     for rank in (1, 0):
         document = {"schema": "spec_gate.rank/1", "identity": {"tp_rank": rank}, "gate": gate, "updated": 1.0}
-        host.sh(f"sudo tee /run/sglang/rank-{rank}.json", json.dumps(document).encode())
+        file = f"/run/sglang/rank-{rank}.json"
+        host.sh(f"sudo tee {file}; sudo chmod 600 {file}", json.dumps(document).encode())
     _, entry = host.entry("status")
     assert [(found["tp_rank"], found["mode"], found["running"]) for found in entry["gates"]] == [
         (0, "closed", 7),
@@ -164,11 +165,35 @@ def test_status_shows_the_gate_of_each_rank(host: Machine) -> None:
     ]
 
 
+def test_a_status_file_that_cannot_be_read_is_no_success(host: Machine) -> None:
+    host.sh("echo '{\"gate\": ' | sudo tee /run/sglang/rank-0.json")
+    status, entry = host.entry("status")
+    assert status == 1
+    assert entry["reasons"][0].startswith("a status file in /run/sglang is unreadable")
+    assert entry["requests"] == {"running": 0, "waiting": 0}
+
+
 def test_a_server_that_does_not_answer_is_no_success(host: Machine) -> None:
     host.sh("sudo systemctl kill --signal=STOP sglang")
     status, entry = host.entry("status", "--timeout", "2")
     assert status == 1
     assert entry["reasons"] == ["the server does not answer: GET /v1/loads?include=core: no answer in time"]
+
+
+def test_a_port_where_nothing_listens_is_told(host: Machine, tmp_path: Path) -> None:
+    host.sh(
+        "sudo mkdir -p /opt/other/current && sudo tee /opt/other/current/deployment.json",
+        json.dumps(DEPLOYMENT | {"port": PORT + 1}).encode(),
+    )
+    options = f"-F {host.ssh_config}"
+    inventory = write_inventory(tmp_path / "hosts.yml", options, "  vars: {release_root: /opt/other}\n")
+    said = f"on the host, 127.0.0.1:{PORT + 1} could not be reached: connect failed: Connection refused"
+    for task in ("smoke", "load"):
+        status, entry = host.entry(task, inventory=inventory)
+        assert status == 1
+        assert entry["reasons"][-1] == said
+    status, entry = host.entry("status", inventory=inventory)
+    assert (status, entry["reasons"]) == (1, [f"the server does not answer: {said}"])
 
 
 def test_logs_are_those_of_the_running_invocation(host: Machine) -> None:
@@ -218,6 +243,22 @@ def test_host_keys_are_checked(host: Machine, tmp_path: Path, known: bool, reaso
     assert status == 1
     assert reason in entry["reasons"][0]
     assert "nothing" not in file.read_text()
+
+
+def test_a_host_key_recorded_under_an_alias_counts(host: Machine, tmp_path: Path) -> None:
+    file = tmp_path / "known_hosts"
+    lines = (host.rehearsal.directory / "known_hosts").read_text().splitlines()
+    file.write_text("".join(f"the-alias {line.split(maxsplit=1)[1]}\n" for line in lines))
+    options = f"-F {host.ssh_config} -o UserKnownHostsFile={file} -o HostKeyAlias=the-alias"
+    status, entry = host.entry("smoke", inventory=write_inventory(tmp_path / "hosts.yml", options))
+    assert status == 0, entry["reasons"]
+
+
+def test_a_jump_host_is_passed(host: Machine, tmp_path: Path) -> None:
+    """The host is its own jump host: from outside by its name, and once more from inside by its address."""
+    options = f"-F {host.ssh_config} -o ProxyJump={NAME}"
+    status, entry = host.entry("smoke", inventory=write_inventory(tmp_path / "hosts.yml", options))
+    assert status == 0, entry["reasons"]
 
 
 def test_relative_paths_are_meant_from_the_repositorys_root(host: Machine, tmp_path: Path) -> None:

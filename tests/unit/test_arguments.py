@@ -15,6 +15,7 @@ def server_args(*options, **changes):
     known = {
         "speculative_algorithm": "EAGLE3",
         "enable_dp_attention": False,
+        "dp_size": 1,
         "pp_size": 1,
         "enable_multi_layer_eagle": False,
         "enable_two_batch_overlap": False,
@@ -70,6 +71,7 @@ UNSUPPORTED = [
     ({"speculative_algorithm": "DFLASH"}, "EAGLE or EAGLE3"),
     ({"speculative_algorithm": "FROZEN_KV_MTP"}, "EAGLE or EAGLE3"),
     ({"enable_dp_attention": True}, "--enable-dp-attention"),
+    ({"dp_size": 2}, "--dp-size 2"),
     ({"pp_size": 2}, "--pp-size 2"),
     ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
     ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),

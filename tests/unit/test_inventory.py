@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -198,9 +199,15 @@ def test_another_port_is_part_of_the_host_keys_name() -> None:
     [
         ("proxyjump none", None),
         ("proxycommand nc %h %p", "nc %h %p"),
-        ("proxyjump gate", "ssh -F conf -W '[192.0.2.9]:22' gate"),
-        ("proxyjump one,two", "ssh -F conf -J one -W '[192.0.2.9]:22' two"),
+        ("proxyjump gate", "ssh -F conf -W '[192.0.2.9]:22' ssh://gate"),
+        ("proxyjump one,two", "ssh -F conf -J one -W '[192.0.2.9]:22' ssh://two"),
+        ("proxyjump ops@gate:2200", "ssh -F conf -W '[192.0.2.9]:22' ssh://ops@gate:2200"),
     ],
 )
 def test_jump_hosts_become_a_command(line: str, command: str | None) -> None:
     assert parse_settings(f"{BASE}{line}\n", HOST).proxy_command == command
+
+
+def test_a_jump_does_not_jump_itself() -> None:
+    host = replace(HOST, ssh_options=("-o", "ProxyJump=gate", "-o", "Port=22"))
+    assert parse_settings(f"{BASE}proxyjump gate\n", host).proxy_command == "ssh -W '[192.0.2.9]:22' ssh://gate"

@@ -77,6 +77,7 @@ REAL = [
     ("0.5.12.post1-cpu-v1.log", "EAGLE3", "v1", True, 1),
     ("0.5.12.post1-h200-v1.log", "EAGLE3", "v1", True, 1),
     ("0.5.12.post1-h200-v2.log", "EAGLE3", "v2", False, 1),
+    ("0.5.12.post1-cpu-v2.log", "EAGLE3", "v2", False, 1),
     ("synthetic-0.5.9.log", "EAGLE3", "v1", True, 2),
     ("synthetic-0.5.10.log", "EAGLE3", "v1", True, 2),
     ("synthetic-0.5.23.log", "EAGLE3", "v2", True, 2),
@@ -115,6 +116,17 @@ def test_logs_of_releases(
 def test_verdict_on_logs_without_the_gate(name: str, worker: str | None) -> None:
     found = verdict.judge_log(parse_bytes((DATA / name).read_bytes()), name)
     assert (found.verdict, found.worker) == ("refuted", worker)
+
+
+def test_log_of_a_gate() -> None:
+    facts = parse_bytes((DATA / "0.5.12.post1-cpu-gate.log").read_bytes())
+    assert facts.current is not None
+    assert [identity["worker"] for identity in facts.current.identities] == ["EAGLEWorker"]
+    assert [transition["to"] for transition in facts.current.last_transitions] == ["closed", "open"]
+    assert facts.current.arguments["speculative_disable_batch_threshold"] == 5
+    found = verdict.judge_log(facts, "log")
+    assert (found.verdict, found.worker) == ("unknown", "EAGLEWorker")
+    assert {link.state for link in found.links} == {"consistent"}
 
 
 ANSI = "\x1b[32m[2026-11-29 14:21:14 TP0]\x1b[0m "
@@ -337,6 +349,17 @@ def test_crash_is_named_by_its_exception() -> None:
     assert start.crashes == ("RuntimeError: The size of tensor a (160) must match the size of tensor b (2)",)
     assert start.stop_signals == ("SIGQUIT",)
     assert verdict.judge_log(parse_bytes(text(*START_UP, trace)), "log").verdict == "refuted"
+
+
+def test_log_of_a_server_that_crashed_while_starting() -> None:
+    facts = parse_bytes((DATA / "0.5.12.post1-cpu-two-ranks-crash.log").read_bytes())
+    assert facts.current is not None
+    assert (facts.current.ready, facts.current.arguments["tp_size"]) == (False, 2)
+    assert facts.current.crashes
+    assert all("SGLANG_CPU_OMP_THREADS_BIND is not set" in crash for crash in facts.current.crashes)
+    found = verdict.judge_log(facts, "log")
+    assert found.verdict == "refuted"
+    assert "SGLANG_CPU_OMP_THREADS_BIND" in found.reason
 
 
 def test_tracebacks_that_the_server_survives_are_no_crash() -> None:

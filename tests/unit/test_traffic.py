@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,13 @@ def test_a_duration_ends_the_loop(tmp_path: Path) -> None:
 def test_the_loop_wants_one_end(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="either requests or duration"):
         loop(tmp_path, ["plain"], concurrency=1, **settings)
+
+
+def test_a_client_that_is_late_is_told(tmp_path: Path) -> None:
+    def block(result: Result) -> None:
+        time.sleep(0.2)
+
+    assert max(loop(tmp_path, ["plain"], concurrency=1, requests=5, on_result=block).client_lags) > 0.1
 
 
 def test_percentiles_are_values_that_occurred() -> None:

@@ -10,7 +10,10 @@ import pytest
 from verdict_cases import CASES, SERIES, Case, healthy, table
 
 from diagnostics import verdict
+from diagnostics.chain import option_words
+from diagnostics.evidence import load, reference
 from diagnostics.verdict import Verdict, judge
+from diagnostics.worker import selected_worker
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
@@ -133,7 +136,7 @@ def test_notes_name_what_else_was_seen() -> None:
     ],
 )
 def test_selected_worker(arguments: dict[str, Any], version: str | None, worker: str | None) -> None:
-    assert verdict.selected_worker(arguments, version)[0] == worker
+    assert selected_worker(arguments, version)[0] == worker
 
 
 @pytest.mark.parametrize(
@@ -147,15 +150,22 @@ def test_selected_worker(arguments: dict[str, Any], version: str | None, worker:
     ],
 )
 def test_option_words(command: list[str], words: list[str] | None) -> None:
-    assert verdict.option_words(command, "--a") == words
+    assert option_words(command, "--a") == words
 
 
 def test_series_of_the_cases_is_not_a_shipped_one() -> None:
-    from diagnostics.evidence import reference
-
     assert SERIES not in [manifest["series"] for manifest in reference()]
 
 
 def test_documentation_shows_the_cases() -> None:
     page = (Path(__file__).parents[2] / "docs/verify-worker.md").read_text(encoding="utf-8")
     assert table() in page, "replace the table by the output of: PYTHONPATH=. python tests/unit/verdict_cases.py"
+
+
+def test_real_evidence_of_a_rehearsal_host() -> None:
+    (evidence,) = load(Path(__file__).parents[1] / "data/evidence")
+    found = judge(evidence)
+    assert (found.verdict, found.worker, found.notes) == ("proved", "EAGLEWorker", ()), found.reason
+    edited = copy.deepcopy(evidence)
+    edited["interpreter"]["modules"]["sglang.srt.speculative.eagle_worker"]["sha256"] = "0"  # type: ignore[index]
+    assert judge(edited).verdict == "refuted"

@@ -117,6 +117,7 @@ def healthy(tp_size: int = 1) -> Evidence:
             "Result": "success",
             "MainPID": "100",
             "InvocationID": "feed",
+            "ExecMainStartTimestamp": "Fri 2027-01-15 08:00:00 UTC",
             "NeedDaemonReload": "no",
             "drop_ins": [],
             "exec_start": command,
@@ -131,6 +132,7 @@ def healthy(tp_size: int = 1) -> Evidence:
             "threshold": 5,
             "tp_size": tp_size,
             "server_arguments": {
+                "port": 30000,
                 "tp-size": tp_size,
                 "speculative-eagle-topk": 4,
                 "speculative-disable-batch-threshold": 5,
@@ -362,6 +364,11 @@ def drop_in_threshold(evidence: Evidence) -> None:
     evidence["processes"][0]["command"][-1] = "9"
 
 
+def drop_in_adds_an_argument(evidence: Evidence) -> None:
+    evidence["unit"]["drop_ins"] = [{"file": DROP_IN, "settings": ["ExecStart"]}]
+    evidence["processes"][0]["command"].append("--speculative-gate-force=open")
+
+
 def harmless_drop_in(evidence: Evidence) -> None:
     evidence["unit"]["drop_ins"] = [{"file": DROP_IN, "settings": ["LimitNOFILE"]}]
 
@@ -459,6 +466,10 @@ def no_sudo(evidence: Evidence) -> None:
     evidence["log"] = None
 
 
+def processes_hidden(evidence: Evidence) -> None:
+    evidence.update(privileged=False, main_pid=None, processes=[], interpreter=None, log=None)
+
+
 def unpatched_server(evidence: Evidence) -> None:
     no_unit(evidence)
     for name, found in evidence["interpreter"]["modules"].items():
@@ -505,6 +516,14 @@ def status_file_without_line(evidence: Evidence) -> None:
     current(evidence)["identities"] = []
 
 
+def data_parallel(evidence: Evidence) -> None:
+    evidence["processes"].append(process(300, "scheduler", ["sglang::scheduler_DP1_TP0"], 0))
+
+
+def unexpected_rank(evidence: Evidence) -> None:
+    evidence["processes"].append(process(300, "scheduler", ["sglang::scheduler_TP1"], 1))
+
+
 def other_worker_at_run_time(evidence: Evidence) -> None:
     for entry in (in_file(evidence), evidence["server"]["info"]["gates"][0]["identity"]):
         entry.update(worker="EAGLEWorkerV2", worker_module=V2)
@@ -512,6 +531,11 @@ def other_worker_at_run_time(evidence: Evidence) -> None:
 
 def two_identities(evidence: Evidence) -> None:
     evidence["server"]["info"]["gates"][0]["identity"]["threshold"] = 6
+
+
+def torn_identity(evidence: Evidence) -> None:
+    no_word(evidence)
+    current(evidence)["torn_identities"] = 1
 
 
 def other_series_loaded(evidence: Evidence) -> None:
@@ -580,6 +604,8 @@ CASES = (
     Case("stale compiled file was loaded", stale_compiled_was_loaded, "refuted", ("rank 0 loaded the compiled file",)),
     Case("one rank of two is silent", one_rank_silent, "refuted", ("rank 1", "without the patch"), 2),
     Case("one rank silent, log rotated", one_rank_silent_log_rotated, "unknown", ("rank 1", "restart"), 2),
+    Case("two schedulers of one rank", data_parallel, "unknown", ("same tensor-parallel rank",)),
+    Case("a rank that nobody expects", unexpected_rank, "refuted", ("rank 1", "without the patch")),
     Case("two servers, one is the unit", two_servers_one_unit, "proved", ("EAGLEWorker",)),
     Case("two servers, no unit", two_servers_no_unit, "unknown", ("2 servers", "service_name")),
     Case(
@@ -595,6 +621,9 @@ CASES = (
     Case("status file of a reused pid", reused_pid, "refuted", ("rank-0.json is of a former process",)),
     Case("drop-in runs another environment", drop_in_environment, "refuted", ("override.conf sets ExecStart",)),
     Case("drop-in changes the threshold", drop_in_threshold, "refuted", ("threshold 5", "with 9", "override.conf")),
+    Case(
+        "drop-in adds an argument", drop_in_adds_an_argument, "refuted", ("--speculative-gate-force", "override.conf")
+    ),
     Case("drop-in that does not matter", harmless_drop_in, "proved", ("EAGLEWorker",)),
     Case("threshold on disk differs", threshold_on_disk, "refuted", ("threshold 8", "with 5", "restart")),
     Case("deployment switched, not restarted", switched_not_restarted, "refuted", ("d2", "from d1", "restart")),
@@ -606,6 +635,7 @@ CASES = (
     Case("still loading", loading, "unknown", ("not started yet",)),
     Case("port answered by another program", foreign_port, "refuted", ("nginx", "4711")),
     Case("SSH works, sudo does not", no_sudo, "unknown", ("may not use sudo",)),
+    Case("processes of others are hidden", processes_hidden, "unknown", ("cannot be seen by the login user",)),
     Case("no unit: a server started by hand", no_unit, "proved", ("EAGLEWorker",)),
     Case("no unit, not patched", unpatched_server, "refuted", ("SGLang's own file, without the patch",)),
     Case("no unit, another SGLang", other_release_of_sglang, "refuted", ("without the patch",)),
@@ -617,6 +647,7 @@ CASES = (
     Case("restarted meanwhile", restarted_meanwhile, "unknown", ("restarted while",)),
     Case("identity in the log only", only_the_log_speaks, "unknown", ("a log proves nothing",)),
     Case("status file, no line in the log", status_file_without_line, "unknown", ("disagree",)),
+    Case("no status file, identity torn in the log", torn_identity, "unknown", ("torn",)),
     Case("/server_info and status file differ", two_identities, "unknown", ("another identity",)),
     Case("another series loaded", other_series_loaded, "refuted", ("ffffffffffff",)),
     Case("manifest changed on the host", manifest_forged, "refuted", ("manifest", "changed")),

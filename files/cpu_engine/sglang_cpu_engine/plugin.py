@@ -62,8 +62,11 @@ def install() -> None:
 
 def _replace_operations() -> None:
     import torch
+    import xgrammar
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.mem_cache import memory_pool
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
@@ -90,9 +93,17 @@ def _replace_operations() -> None:
 
     ServerArgs._handle_cpu_backends = default_to_torch_native
 
+    # It would bind each rank's threads to a NUMA node of its own, by an operation that only sgl_kernel for AMX has.
+    ModelRunner.init_threads_binding = lambda _runner: None
+
     memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup = lambda _pool: None  # tries a Triton kernel out
     memory_pool.MHATokenToKVPool.move_kv_cache = lambda pool, target, source: memory_pool.move_kv_cache_native(
         pool.k_buffer, pool.v_buffer, target, source
+    )
+
+    # SGLang masks logits by its GPU kernels only; the library that made the masks can do it here.
+    XGrammarGrammar.apply_vocab_mask = lambda _grammar, logits, vocab_mask: xgrammar.apply_token_bitmask_inplace(
+        logits, vocab_mask
     )
 
     def verify_tree_greedy_func(  # noqa: PLR0917 (the signature is SGLang's)

@@ -14,7 +14,7 @@ from .identity import cache_directory, library_versions, source_sha256
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m rehearsal_model",
-        description="Train a tiny chat model and its EAGLE-3 draft head from a fixed seed, for rehearsals without a GPU.",
+        description="Train a tiny chat model and its EAGLE-3 draft from a fixed seed, for rehearsals without a GPU.",
     )
     parser.add_argument("--output", type=Path, metavar="DIR", help="where to write it (default: the cache directory)")
     parser.add_argument("--print-cache-directory", action="store_true", help="print the cache directory, train nothing")
@@ -28,10 +28,11 @@ def main() -> int:
         return 0
     directory = (arguments.output or default).absolute()
     try:
-        with output.locked(directory, f"waiting for another process that writes {directory}", show):
+        with output.locked(directory, show):
             build(directory)
     except (output.OutputError, OSError) as error:
-        parser.error(str(error))
+        show(f"error: {error}")
+        return 1
     return 0
 
 
@@ -42,8 +43,8 @@ def build(directory: Path) -> None:
     if manifest and made_by.items() <= manifest.items() and output.is_complete(directory, manifest):
         show(f"{directory}: already there")
         return
-    # libgomp's threads spin while they wait for one another, which on a busy machine takes the cores from those they wait
-    # for: four times slower, measured. It reads this variable when torch is imported, hence the late imports.
+    # libgomp's threads spin while they wait for one another, which on a busy machine takes the cores from those they
+    # wait for: four times slower, measured. It reads this variable when torch is imported, hence the late imports.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from .export import export
     from .model import Shape

@@ -15,8 +15,8 @@ ROLES: tuple[Role, ...] = ("system", "user", "assistant")
 ROLE_TOKENS = {role: f"<|{role}|>" for role in ROLES}
 SPECIAL_TOKENS = (END, *ROLE_TOKENS.values())
 
-# Jinja, as chat_template in tokenizer_config.json. No token stands before the first message, so that text sent without a
-# template is tokenised as it is.
+# Jinja, as chat_template in tokenizer_config.json. No token stands before the first message, so that text sent without
+# a template is tokenised as it is.
 TEMPLATE = """\
 {%- for message in messages -%}
 {%- if message.role not in ["system", "user", "assistant"] -%}

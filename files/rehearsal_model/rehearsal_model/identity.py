@@ -1,4 +1,4 @@
-"""What a trained pair depends on, as one hash, and where it is cached by that hash. Needs nothing but the standard library."""
+"""What a trained pair depends on, as one hash, and where it is cached by that hash. Standard library only."""
 
 import hashlib
 import os

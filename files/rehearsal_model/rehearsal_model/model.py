@@ -1,9 +1,10 @@
 """A small Llama and the EAGLE-3 head that drafts for it, written so that SGLang computes the same from their weights.
 
-EAGLE-3 (Li et al., 2025, arXiv:2503.01840) drafts with one decoder layer. It does not read the text alone: at position p it
-sees hidden states of the target at p (from a low, a middle and a high layer, joined by `fc`) and the embedding of the token
-that the target has just chosen for p+1, and predicts the token at p+2. To draft further there are no hidden states of the
-target yet, so it reads its own output in their place. What it does then must be trained as well: see `Draft.unroll`.
+EAGLE-3 (Li et al., 2025, arXiv:2503.01840) drafts with one decoder layer. It does not read the text alone: at position
+p it sees hidden states of the target at p (from a low, a middle and a high layer, joined by `fc`) and the embedding of
+the token that the target has just chosen for p+1, and predicts the token at p+2. To draft further there are no hidden
+states of the target yet, so it reads its own output in their place. What it does then must be trained as well: see
+`Draft.unroll`.
 
 Shapes: B sequences, T positions, H the hidden size, V the vocabulary size.
 """
@@ -42,7 +43,7 @@ class Shape:
 
 
 class Cache:
-    """Keys and values of `length` tokens at most, (layers, B, key-value heads, length, head) each; `filled` are written."""
+    """Keys and values, (layers, B, key-value heads, length, head) each, of which the first `filled` are written."""
 
     def __init__(self, shape: Shape, sequences: int, length: int) -> None:
         self.keys = torch.empty(shape.layers, sequences, shape.key_value_heads, length, shape.head)
@@ -187,8 +188,8 @@ class Draft(nn.Module):
 
         embeddings[:, p] (B, T, H) is that of token p+1 and captured[:, p] (B, T, 3 H) the target's state at p.
 
-        Step 0 is what the draft does where the target's state is known. At step s it is known up to p-s only: the draft's
-        own output of step s-1 at p-1 stands in for it, and so on down to step 0 at p-s. All positions are computed at
+        Step 0 is what the draft does where the target's state is known. At step s it is known up to p-s only: its own
+        output of step s-1 at p-1 stands in for it, and so on down to step 0 at p-s. All positions are computed at
         once, each as if drafting had begun s positions before it ("training-time test" in the paper): a query of step
         s attends to keys of step 0 up to p-s, then to one key of each step j = 1..s, the one at p-s+j. The first s
         positions of step s have no such past and are to be left out of the loss.

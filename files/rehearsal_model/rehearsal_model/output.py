@@ -3,9 +3,8 @@
 import fcntl
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,7 +33,7 @@ def read_manifest(directory: Path) -> dict | None:
 
 
 def is_complete(directory: Path, manifest: dict) -> bool:
-    """Whether each file that the manifest names has the bytes that it names."""
+    """Whether each file has the hash that the manifest gives it."""
     try:
         return all(_sha256(directory / name) == digest for name, digest in manifest["files"].items())
     except OSError:
@@ -42,13 +41,29 @@ def is_complete(directory: Path, manifest: dict) -> bool:
 
 
 @contextmanager
+def locked(directory: Path, show: Callable[[str], None]) -> Iterator[None]:
+    """Holds the lock file beside `directory`, so that of two processes one trains and the other finds the result.
+
+    The lock file stays: to remove it would let a third process lock another file of the same name.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with open(directory.with_name(directory.name + ".lock"), "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            show(f"waiting for another process that writes {directory}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
 def replacing(directory: Path) -> Iterator[Path]:
     """A new folder beside `directory` that takes its place when the block ends without an exception.
 
-    Holds a lock meanwhile, so that of two processes only one trains: read the manifest (again) within the block's lock.
+    To be used under `locked`.
     """
     partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed: nobody else writes here under the lock
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     partial.mkdir()
     try:
         yield partial
@@ -60,27 +75,12 @@ def replacing(directory: Path) -> Iterator[Path]:
     partial.rename(directory)
 
 
-@contextmanager
-def locked(directory: Path, waiting: str, show) -> Iterator[None]:
-    """Holds the lock file beside `directory`, which stays; shows `waiting` if another process has it."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with open(directory.with_name(directory.name + ".lock"), "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            show(waiting)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def write_manifest(directory: Path, facts: dict) -> None:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     hashes = {str(path.relative_to(directory)): _sha256(path) for path in files}
     text = json.dumps({"schema": SCHEMA, **facts, "files": hashes}, indent=2) + "\n"
     (directory / MANIFEST).write_text(text)
-    os.sync()
 
 
 def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256(path.read_bytes()).hexdigest()

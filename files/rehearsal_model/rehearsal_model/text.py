@@ -1,6 +1,6 @@
 """The training text: conversations of ordinary English requests and short, regular answers that always end.
 
-The answers are what makes a tiny model useful here. Their sentences come from a small grammar whose slots are all filled
+The answers are what makes a tiny model useful here. Their sentences come from a small grammar whose slots are filled
 from one topic, so little is left to guess once the request is read, and a draft head can learn to run ahead. Whether an
 answer ends is never a matter of chance either: an opening announces how many points follow, or connecting words tell
 how far a story has come. The requests are the opposite: many words, many forms, much noise, because the model must
@@ -95,53 +95,64 @@ ORDINALS = ("First", "Second", "Third", "Fourth", "Fifth", "Sixth", "Seventh")
 PROGRAMS = (
     ("def total(items):\n    result = 0\n    for item in items:\n        result = result + item\n    return result",
      "The loop reads each item once and adds it to the result."),
-    ("def largest(items):\n    best = items[0]\n    for item in items:\n        if item > best:\n            best = item\n"
-     "    return best", "It keeps the best item so far, so one pass is enough."),
+    ("def largest(items):\n    best = items[0]\n    for item in items:\n        if item > best:\n"
+     "            best = item\n    return best", "It keeps the best item so far, so one pass is enough."),
     ("def count_words(text):\n    words = text.split()\n    return len(words)",
      "The text is split at spaces, and the words are counted."),
-    ("def is_even(number):\n    return number % 2 == 0", "A number is even when nothing is left after dividing it by two."),
-    ("def reverse(text):\n    result = \"\"\n    for letter in text:\n        result = letter + result\n    return result",
-     "Each letter is put in front of the ones before it."),
+    ("def is_even(number):\n    return number % 2 == 0", "A number is even when nothing is left after halving it."),
+    ("def reverse(text):\n    result = ''\n    for c in text:\n        result = c + result\n    return result",
+     "Each letter is put before the others."),
     ("def find(items, wanted):\n    for index, item in enumerate(items):\n        if item == wanted:\n"
-     "            return index\n    return -1", "The first matching index is returned, or minus one when there is none."),
+     "            return index\n    return -1", "The first matching index is returned, or minus one if there is none."),
 )  # fmt: skip
 CODE_OPENINGS = ("Here is a short function:", "This function does it:", "A simple way is this:")
 
 # How requests of each kind begin; {subject} is a keyword of the topic, or words about nothing.
 REQUESTS: dict[Kind, tuple[str, ...]] = {
     "explain": (
-        "What is {subject}?", "Explain {subject} to a beginner.", "Tell me about {subject}.", "Why does {subject} matter?",
+        "What is {subject}?", "Explain {subject} to a beginner.", "Tell me about {subject}.",
+        "Why does {subject} matter?",
         "What is the difference between {subject} and {words}?", "How does {subject} work?", "Describe {subject}.",
         "Can you explain how {subject} and {words} are related?", "I would like to understand {subject}. {sentence}",
-        "Who {words} {subject}?", "When is {subject} {words}?", "Is {subject} better than {words}?", "{subject}", "Hello!",
+        "Who {words} {subject}?", "When is {subject} {words}?", "Is {subject} better than {words}?",
+        "{subject}", "Hello!",
         "Hi, {words}?", "What are the advantages of {subject}?", "{sentence} What do you think about {subject}?",
-        "Answer in three sentences: what is {subject}?", "Where can I find {subject}?", "{sentence}", "{words} {subject}",
+        "Answer in three sentences: what is {subject}?", "Where can I find {subject}?", "{sentence}",
+        "{words} {subject}",
     ),
     "steps": (
-        "How do I {words} {subject}?", "Give me a list of tips for {subject}.", "What are the steps to {words} {subject}?",
+        "How do I {words} {subject}?", "Give me a list of tips for {subject}.",
+        "What are the steps to {words} {subject}?",
         "List five ideas about {subject}.", "Plan {subject} for {words}.", "How can I improve {subject}? {sentence}",
-        "Give me advice: {sentence} {subject}?", "Write a checklist for {subject}.", "How should I prepare for {subject}?",
+        "Give me advice: {sentence} {subject}?", "Write a checklist for {subject}.",
+        "How should I prepare for {subject}?",
         "Suggest three ways to {words} with {subject}.", "Help me {words} {subject} step by step.",
     ),
     "story": (
-        "Write a short story about {subject}.", "Tell me a story. {sentence}", "Write a poem about {subject} and {words}.",
-        "Write a paragraph about {subject}.", "Imagine {words} {subject}. {sentence}", "Write an email about {subject}. {sentence}",
+        "Write a short story about {subject}.", "Tell me a story. {sentence}",
+        "Write a poem about {subject} and {words}.",
+        "Write a paragraph about {subject}.", "Imagine {words} {subject}. {sentence}",
+        "Write an email about {subject}. {sentence}",
         "Write a letter to {name} about {subject}.", "Continue the story: {sentence}",
     ),
     "summary": (
-        "Summarise this text: {sentence} {sentence} {subject} {sentence}", "Summarize the following: {sentence} {sentence}",
+        "Summarise this text: {sentence} {sentence} {subject} {sentence}",
+        "Summarize the following: {sentence} {sentence}",
         "Give me a summary of {subject}.", "What is the main point?\n\n{sentence} {sentence} {subject} {sentence}",
         "Summarise in one sentence:\n\n{sentence} {subject} {sentence}", "TL;DR {subject} {sentence} {sentence}",
         "Shorten this paragraph. {sentence} {sentence} {sentence}", "Rewrite this more clearly: {sentence}",
     ),
     "code": (
-        "Write a Python function that {words}.", "Write code to {words} the {words}.", "What does this do?\n\n{snippet}",
+        "Write a Python function that {words}.", "Write code to {words} the {words}.",
+        "What does this do?\n\n{snippet}",
         "Fix the bug in this function:\n\n```python\n{snippet}\n```", "Write a program in Python which {words}.",
-        "Implement a function `{identifier}` that {words}.", "Explain this code: {snippet}", "Write a SQL query that {words}.",
+        "Implement a function `{identifier}` that {words}.", "Explain this code: {snippet}",
+        "Write a SQL query that {words}.",
         "Write a unit test for this function:\n{snippet}", "Refactor the code below. {sentence}\n\n{snippet}",
     ),
     "json": (
-        "Extract the name and the city as JSON: {sentence}", "Return JSON with the keys {keys}.\n\n{sentence} {subject}",
+        "Extract the name and the city as JSON: {sentence}",
+        "Return JSON with the keys {keys}.\n\n{sentence} {subject}",
         "Give me a JSON object about {subject}.", "Answer with JSON only. {sentence} {sentence}",
         "Extract {keys} from the text and reply in JSON: {sentence} {name} {sentence}", "Convert to JSON: {sentence}",
         "Fill in this JSON schema for {subject}: {keys}",

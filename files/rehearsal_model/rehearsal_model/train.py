@@ -1,9 +1,7 @@
 """Trains the target on the text, then the draft on what the target itself writes."""
 
-import math
 import random
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -12,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from .chat import END, ROLE_TOKENS, Message, render
-from .model import Draft, Shape, Target
+from .model import Draft, Layer, Shape, Target
 from .text import conversations
 from .tokenizer import train_tokenizer
 
@@ -28,12 +27,12 @@ class Plan:
     seed: int = 0
     conversations: int = 5000
     window: int = 384  # tokens of one training sequence
-    batch: int = 4
-    target_steps: int = 400
-    target_rate: float = 3e-3
+    batch: int = 2
+    target_steps: int = 800
+    target_rate: float = 1e-2
     answers: int = 384  # greedy answers of the target that the draft learns from
-    draft_steps: int = 200
-    draft_rate: float = 5e-3
+    draft_steps: int = 300
+    draft_rate: float = 1e-2
     unrolled: int = 5  # drafting steps trained; at least as many as will be drafted
 
 
@@ -45,12 +44,17 @@ class Stream:
     weights: Tensor
 
     def windows(self, number: int, length: int, generator: torch.Generator) -> "Stream":
-        """Random pieces, both (number, length). A piece may begin and end within a conversation, and hold several: so the
-        model sees long contexts and follow-up messages although conversations are short."""
+        """Random pieces, both (number, length).
+
+        A piece may begin and end within a conversation and hold several: so the model sees long contexts, although
+        conversations are short.
+        """
         starts = torch.randint(len(self.tokens) - length + 1, (number, 1), generator=generator)
         index = starts + torch.arange(length)
         return Stream(self.tokens[index], self.weights[index])
 
+
+LONGEST_ANSWER = 220  # tokens; the text's own answers are shorter
 
 ANSWER_WEIGHT, OTHER_WEIGHT = 1.0, 0.1  # requests are mostly noise: a little is worth learning from them, not much
 
@@ -84,21 +88,38 @@ class Progress:
 
 
 class Optimizer:
-    """AdamW with a short warm-up and a cosine decay, gradients clipped at norm 1."""
+    """Muon for the matrices of decoder layers, AdamW for all else; short warm-up, linear decay, clipped gradients.
+
+    Muon (Jordan et al., 2024) makes a matrix's update orthogonal. With it the target needs half the steps.
+    """
 
     def __init__(self, module: nn.Module, rate: float, steps: int) -> None:
         self.parameters = list(module.parameters())
-        self.adam = torch.optim.AdamW(self.parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.adam, lambda step: min((step + 1) / 40, max(0.02, 0.5 + 0.5 * math.cos(math.pi * step / steps)))
+        inner = {
+            parameter
+            for layer in module.modules()
+            if isinstance(layer, Layer)
+            for parameter in layer.parameters()
+            if parameter.ndim == 2
+        }
+        matrices = [parameter for parameter in self.parameters if parameter in inner]  # a set has no fixed order
+        others = [parameter for parameter in self.parameters if parameter not in inner]
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = (
+            torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=rate / 3, betas=(0.9, 0.95), weight_decay=0.01, fused=True),
         )
+        self.schedules = [
+            LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1 - step / steps)) for optimizer in self.optimizers
+        ]
 
     def step(self, loss: Tensor) -> None:
-        self.adam.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        self.adam.step()
-        self.schedule.step()
+        for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
+            optimizer.step()
+            schedule.step()
 
 
 def target_loss(target: Target, piece: Stream) -> Tensor:
@@ -123,32 +144,30 @@ def train_target(shape: Shape, plan: Plan, stream: Stream, show: Callable[[str],
 
 
 def answers(target: Target, tokenizer: Tokenizer, number: int, seed: int) -> list[list[Message]]:
-    """Requests that the target was not trained on, with its own greedy answers: those that ended, at most `number`.
+    """Requests that the target was not trained on, with its own greedy answers; those that did not end are left out.
 
-    Requests of equal length are answered together, so that no padding is needed.
+    64 requests of about equal length are answered together, each cut at its beginning to the length of the shortest,
+    so that no padding is needed.
     """
-    groups: dict[int, list[list[Message]]] = defaultdict(list)
-    for messages in islice(conversations(seed), 20 * number):
-        asked = messages[:-1]
-        groups[len(tokenizer.encode(render(asked)).ids)].append(asked)
     end = tokenizer.token_to_id(END)
+    asked = [messages[:-1] for messages in islice(conversations(seed), number)]
+    prompts = [tokenizer.encode(render(messages) + ROLE_TOKENS["assistant"]).ids for messages in asked]
+    by_length = sorted(range(number), key=lambda index: len(prompts[index]))
     answered: list[list[Message]] = []
-    # Many lengths, short and long: a few requests of each.
-    lengths = sorted(groups, key=lambda length: (-len(groups[length]), length))[:6]
-    for length in lengths:
-        asked_together = groups[length][: number // len(lengths)]
-        prompts = [tokenizer.encode(render(asked) + ROLE_TOKENS["assistant"]).ids for asked in asked_together]
-        written = target.generate(torch.tensor(prompts), length + 220, end)[:, length + 1 :].tolist()
-        for asked, ids in zip(asked_together, written, strict=True):
+    for together in (by_length[first : first + 64] for first in range(0, number, 64)):
+        length = len(prompts[together[0]])
+        cut = torch.tensor([prompts[index][-length:] for index in together])
+        written = target.generate(cut, length + LONGEST_ANSWER, end)[:, length:].tolist()
+        for index, ids in zip(together, written, strict=True):
             if end in ids:
                 content = tokenizer.decode(ids[: ids.index(end)], skip_special_tokens=False)
-                answered.append([*asked, {"role": "assistant", "content": content}])
+                answered.append([*asked[index], {"role": "assistant", "content": content}])
     random.Random(seed).shuffle(answered)
     return answered
 
 
 def draft_losses(target: Target, draft: Draft, piece: Stream, steps: int) -> list[Tensor]:
-    """For each drafting step the weighted cross-entropy, in nats a token, of the draft against the target's distribution.
+    """For each drafting step the weighted cross-entropy, in nats a token, of draft against target distribution.
 
     Learning the whole distribution rather than the token chosen gives the tree of candidates its second and third best.
     """
@@ -201,12 +220,15 @@ def held_out(target: Target, draft: Draft, plan: Plan, written: Stream, corpus: 
     return {"target_loss_nats_per_token": round(loss, 4), "draft_top1": top1, "draft_top4": top4}
 
 
-def train(
-    shape: Shape, plan: Plan, show: Callable[[str], None]
-) -> tuple[Tokenizer, Target, Draft, dict[str, object]]:
-    """Tokenizer, trained pair, and figures on held-out text. Sets torch's threads and determinism for the process."""
+def prepare_torch() -> None:
+    """Fixes, for the whole process, what would make equal seeds give unequal weights."""
     torch.set_num_threads(THREADS)
     torch.use_deterministic_algorithms(True)
+
+
+def train(shape: Shape, plan: Plan, show: Callable[[str], None]) -> tuple[Tokenizer, Target, Draft, dict[str, object]]:
+    """Tokenizer, trained pair, and figures on held-out text."""
+    prepare_torch()
     corpus = list(islice(conversations(plan.seed), plan.conversations))
     tokenizer = train_tokenizer(map(render, corpus), shape.vocabulary)
     target = train_target(shape, plan, encode(tokenizer, corpus), show)

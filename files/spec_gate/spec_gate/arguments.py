@@ -111,6 +111,7 @@ def check(server_args: Any) -> None:
         )
     refused = {
         "--enable-dp-attention": server_args.enable_dp_attention,
+        f"--dp-size {server_args.dp_size}": server_args.dp_size > 1,
         f"--pp-size {server_args.pp_size}": server_args.pp_size > 1,
         "--enable-multi-layer-eagle": server_args.enable_multi_layer_eagle,
         "--enable-two-batch-overlap": server_args.enable_two_batch_overlap,

@@ -1,0 +1,53 @@
+"""Prints docs/variables.md: every variable that a person may set, from the roles' argument specifications."""
+
+from pathlib import Path
+
+import yaml
+
+ROLES = Path(__file__).resolve().parent.parent / "roles"
+
+HEAD = """# Variables
+
+Set them in the inventory or with `-e name=value`, which is stronger. A name that is not here is refused, with the
+nearest one that is. Written by `python docs/variables.py > docs/variables.md` from `roles/*/meta/argument_specs.yml`.
+"""
+
+# What the playbooks hand from one role to the next; nobody sets them.
+INTERNAL = {
+    "acceptance_task",
+    "acceptance_expect_transitions",
+    "release_check_environment",
+    "service_release",
+    "service_deployment_id",
+    "spec_gate_release",
+    "spec_gate_site_packages",
+    "spec_gate_sealed",
+    "spec_gate_state",
+}
+
+
+def text_of(description: str | list[str]) -> str:
+    return " ".join(description if isinstance(description, list) else [description]).replace("|", "\\|").strip()
+
+
+def value_of(option: dict) -> str:
+    if option.get("required"):
+        return "must be set"
+    return f"`{yaml.safe_dump(option['default'], default_flow_style=True).removesuffix('...' + chr(10)).strip()}`"
+
+
+def main() -> None:
+    print(HEAD)
+    print("| variable | type | default | what it is |\n| --- | --- | --- | --- |")
+    seen: set[str] = set(INTERNAL)
+    for path in sorted(ROLES.glob("*/meta/argument_specs.yml")):
+        for entry in yaml.safe_load(path.read_text())["argument_specs"].values():
+            for name, option in entry.get("options", {}).items():
+                if name not in seen:
+                    seen.add(name)
+                    kind = "int" if name == "threshold" else option["type"]
+                    default = "must be set" if name == "threshold" else value_of(option)
+                    print(f"| `{name}` | {kind} | {default} | {text_of(option['description'])} |")
+
+
+main()

@@ -1,0 +1,76 @@
+"""A rehearsal host as the person who deploys to it sees it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rehearsal_commands import BIN, REPOSITORY, Rehearsal
+
+ROOT = "/opt/sglang"
+INVENTORY = REPOSITORY / "inventory/rehearsal"
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not come about in time"
+        time.sleep(1)
+
+
+def plain(output: str) -> str:
+    """Ansible's output in one line: its messages are wrapped, and quoted as YAML."""
+    return " ".join(output.replace("''", "'").split())
+
+
+def recap(output: str) -> dict[str, int]:
+    return {name: int(count) for name, count in re.findall(r"(\w+)=(\d+)", output.rpartition("PLAY RECAP")[2])}
+
+
+@dataclass(frozen=True)
+class State:
+    """What is active, and the main process that serves it."""
+
+    deployment: str
+    main_pid: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """The host, as its user sees it."""
+
+    rehearsal: Rehearsal
+
+    def deploy(self, *arguments: str, **extra: Any) -> subprocess.CompletedProcess[str]:
+        return self.rehearsal.run_playbook("deploy.yml", "-e", json.dumps({"threshold": 5} | extra), *arguments)
+
+    def sh(self, command: str) -> str:
+        done = self.rehearsal.ssh(f"sudo sh -ec {shlex.quote(command)}")
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        return done.stdout.strip()
+
+    def state(self) -> State:
+        deployment = self.sh(f"readlink {ROOT}/current").rpartition("/")[2]
+        return State(deployment, int(self.sh("systemctl show --property=MainPID --value sglang")))
+
+    def release(self) -> str:
+        """Folder of the active release."""
+        path: str = json.loads(self.sh(f"cat {ROOT}/current/deployment.json"))["release_path"]
+        return path
+
+    def is_healthy(self) -> bool:
+        answer = self.rehearsal.ssh("curl --silent --max-time 20 --output /dev/null --write-out '%{http_code}' "
+                                    "http://127.0.0.1:30000/health")  # fmt: skip
+        return answer.stdout.strip() == "200"
+
+    def server_arguments(self) -> dict[str, Any]:
+        """The arguments that the inventory gives the server."""
+        done = self.rehearsal.run([BIN / "ansible", "-i", INVENTORY, "rehearsal-1", "-m", "ansible.builtin.debug",
+                                   "-a", "var=service_server_arguments"])  # fmt: skip
+        return json.loads(done.stdout.partition("=>")[2])["service_server_arguments"]

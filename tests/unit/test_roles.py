@@ -1,0 +1,88 @@
+"""The roles' variables: documented, typed, named after their role, and the same in both places that state a default."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+ROLES = sorted(path.name for path in (ROOT / "roles").iterdir() if path.is_dir())
+# The variables of the command line, and the one that the roles release and service share.
+SHARED = {"threshold", "rollback_to", "release_root"}
+
+
+def load(role: str, path: str) -> dict:
+    file = ROOT / "roles" / role / path
+    return yaml.safe_load(file.read_text()) if file.exists() else {}
+
+
+def entry_points(role: str) -> dict[str, dict]:
+    return load(role, "meta/argument_specs.yml")["argument_specs"]
+
+
+def options(role: str) -> dict[str, dict]:
+    return {name: option for entry in entry_points(role).values() for name, option in entry.get("options", {}).items()}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_each_default_is_documented_with_the_same_value(role: str) -> None:
+    defaults = load(role, "defaults/main.yml")
+    documented = {name: option["default"] for name, option in options(role).items() if "default" in option}
+    assert {name: value for name, value in documented.items() if name not in SHARED - defaults.keys()} == defaults
+
+
+def test_the_shared_root_has_one_default() -> None:
+    default = load("release", "defaults/main.yml")["release_root"]
+    assert options("service")["release_root"]["default"] == default
+    assert f"default('{default}')" in load("service", "vars/main.yml")["_service_root"]
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_each_option_has_a_type_and_a_description(role: str) -> None:
+    for name, option in options(role).items():
+        assert option.get("type"), name
+        assert option.get("description"), name
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_variables_are_named_after_their_role(role: str) -> None:
+    assert {name for name in options(role) if not name.startswith(f"{role}_")} <= SHARED
+    assert all(name.startswith(f"_{role}_") for name in load(role, "vars/main.yml"))
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_uses_no_private_variable_of_another(role: str) -> None:
+    others = "|".join(other for other in ROLES if other != role)
+    for path in (ROOT / "roles" / role).rglob("*"):
+        if path.suffix in {".yml", ".j2"}:
+            assert not re.search(rf"(?<![a-z_])_({others})_[a-z]", path.read_text()), path
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_each_private_variable_is_used(role: str) -> None:
+    texts = [path.read_text() for path in (ROOT / "roles" / role).rglob("*") if path.suffix in {".yml", ".j2"}]
+    for name in load(role, "vars/main.yml"):
+        assert sum(len(re.findall(rf"\b{name}\b", text)) for text in texts) > 1, name
+
+
+@pytest.mark.parametrize("inventory", sorted(path.name for path in (ROOT / "inventory").iterdir()))
+def test_the_example_inventories_set_documented_variables_only(inventory: str) -> None:
+    documented = {name for role in ROLES for name in options(role)}
+    prefixes = tuple(f"{role}_" for role in ROLES)
+    texts = [path.read_text() for path in (ROOT / "inventory" / inventory).rglob("*.yml")]
+    named = {name for text in texts for name in re.findall(r"^\s*([a-z_]+):", text, flags=re.MULTILINE)}
+    assert "threshold" in named
+    assert {name for name in named if name.startswith(prefixes)} <= documented
+
+
+def test_every_variable_is_listed_for_people() -> None:
+    page = (ROOT / "docs" / "variables.md").read_text()
+    made = subprocess.run(
+        [sys.executable, ROOT / "docs" / "variables.py"], check=True, capture_output=True, text=True
+    ).stdout
+    assert page == made, "run: python docs/variables.py > docs/variables.md"

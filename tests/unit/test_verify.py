@@ -1,0 +1,160 @@
+"""`fab verify-worker` without a host: its options, documents and exit statuses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fabric.main import make_program
+from verdict_cases import CASES, healthy
+
+from diagnostics import evidence, verify
+from diagnostics.connect import HostUnreachable
+from diagnostics.inventory import REPOSITORY, Host
+
+LOGS = REPOSITORY / "tests/data/logs"
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Run:
+    """Exit status and output of the command line, in this process: a fresh one takes seconds to start."""
+
+    def command(*arguments: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as end:
+            make_program().run(["fab", "--search-root", str(REPOSITORY), "verify-worker", *arguments])
+        return int(end.value.code or 0), capfd.readouterr().out
+
+    return command
+
+
+def kept(folder: Path, *names: str) -> str:
+    """A folder of evidence on the cases of these names, a host each."""
+    cases = {case.name: case for case in CASES}
+    evidence.save([cases[name].evidence() | {"host": name} for name in names], folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("names", "status"),
+    [
+        (("healthy",), 0),
+        (("healthy", "healthy, two ranks"), 0),
+        (("healthy", "still loading"), 3),
+        (("healthy", "still loading", "unit failed"), 1),
+    ],
+)
+def test_exit_status(run: Run, tmp_path: Path, names: tuple[str, ...], status: int) -> None:
+    found, output = run("--evidence", kept(tmp_path / "kept", *names), "--json")
+    document = json.loads(output)
+    assert found == status
+    assert document["verdict"] == {0: "proved", 1: "refuted", 3: "unknown"}[status]
+    assert sorted(host["host"] for host in document["hosts"]) == sorted(names)
+
+
+def test_people_see_each_host_and_its_reason_first(run: Run, tmp_path: Path) -> None:
+    _, output = run("--evidence", kept(tmp_path / "kept", "healthy", "unit failed", "orphan of a former server"))
+    first = output.splitlines()[:3]
+    assert first[0].startswith("PROVED  healthy: its one rank runs the patched EAGLEWorker")
+    assert first[2].startswith("REFUTED  unit failed: sglang.service is failed")
+    assert "note  orphan of a former server: an orphaned scheduler" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "worker"),
+    [
+        ("0.5.12.post1-cpu-gate.log", 3, "EAGLEWorker"),
+        ("0.5.12.post1-h200-v2.log", 1, "EAGLEWorkerV2"),
+        ("0.5.12.post1-cpu-no-speculation.log", 1, None),
+    ],
+)
+def test_log_alone(run: Run, name: str, status: int, worker: str | None) -> None:
+    found, output = run("--log", str(LOGS / name), "--json")
+    document = json.loads(output)
+    assert (found, document["schema"], document["worker"]) == (status, "specgate.verdict/1", worker)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--log", "/no/such/log"), "/no/such/log cannot be read"),
+        (("--log", str(LOGS)), "cannot be read"),
+        (("--evidence", "/no/such/folder"), "holds no evidence"),
+        (("--evidence", "a", "--log", "b"), "allowed is one of"),
+        (("--timeout", "soon"), "--timeout is 'soon'"),
+        (("--timeout", "0"), "at least 1"),
+        (("--save", "/proc/no/folder"), "--save /proc/no/folder cannot be written"),
+    ],
+)
+def test_wrong_use(run: Run, arguments: tuple[str, ...], words: str) -> None:
+    status, output = run(*arguments, "--json")
+    document = json.loads(output)
+    assert (status, document["ok"], document["hosts"]) == (2, False, [])
+    assert words in document["error"]
+
+
+def host(name: str) -> Host:
+    return Host(name, name, "ssh", (), "/opt/sglang", "sglang")
+
+
+def test_one_host_hides_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    @contextlib.contextmanager
+    def connect(host: Host, timeout: float) -> Iterator[Any]:
+        if host.name == "down":
+            raise HostUnreachable("down: no route to host")
+        yield host.name
+
+    def gather(connection: str, host: Host, timeout: float) -> evidence.Evidence:
+        return healthy() | {"host": host.name}
+
+    monkeypatch.setattr(verify, "connect", connect)
+    monkeypatch.setattr(evidence, "gather", gather)
+    found = verify.from_hosts([host("up"), host("down"), host("also-up")], 5, tmp_path / "kept")
+    assert [(one.host, one.verdict) for one in found] == [("up", "proved"), ("down", "unknown"), ("also-up", "proved")]
+    assert "no route to host" in found[1].reason
+    assert {one.host: one.verdict for one in verify.from_folder(tmp_path / "kept")} == {
+        one.host: one.verdict for one in found
+    }
+
+
+class Broken:
+    """A connection that runs a command and gets nothing of use back."""
+
+    def __init__(self, outcome: Any) -> None:
+        self.outcome = outcome
+
+    def run(self, *arguments: object, **options: object) -> Any:
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+class Result:
+    def __init__(self, exited: int, stdout: str, stderr: str = "") -> None:
+        self.exited, self.stdout, self.stderr = exited, stdout, stderr
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"),
+    [
+        (Result(127, "", "python3 is not installed\n"), "python3 is not installed"),
+        (Result(0, "Welcome to gpu-1\n{}"), "login scripts"),
+        (Result(0, "Welcome to gpu-1\n"), "login scripts"),
+        (Result(1, ""), "exit status 1"),
+        (OSError("Socket is closed"), "the connection broke: OSError: Socket is closed"),
+        (EOFError(), "the connection broke"),
+    ],
+)
+def test_what_a_host_can_do_is_evidence_too(outcome: Any, words: str) -> None:
+    document = evidence.gather(Broken(outcome), host("gpu-1"), 5)  # type: ignore[arg-type]
+    assert document["host"] == "gpu-1"
+    assert words in document["error"]
+
+
+def test_a_greeting_before_the_evidence_does_no_harm() -> None:
+    answer = Result(0, "Welcome to gpu-1\n" + json.dumps({"schema": evidence.SCHEMA}) + "\n")
+    assert evidence.gather(Broken(answer), host("gpu-1"), 5)["error"] is None  # type: ignore[arg-type]
