@@ -126,7 +126,8 @@ def test_the_released_files_give_the_committed_manifest(engine_python, released,
 
 
 REFUSED = {
-    "EAGLEWorkerV2": ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"],
+    "--enable-hierarchical-cache": ["--enable-hierarchical-cache"],
+    "--speculative-gate-sync-interval is -1": ["--speculative-gate-sync-interval", "-1"],
     "--speculative-adaptive": ["--speculative-adaptive"],  # which SGLang itself drops with a warning at top-k above 1
     "--enable-dp-attention": ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
     "--pp-size 2": ["--pp-size", "2"],
@@ -209,8 +210,10 @@ def test_the_process_proves_the_code_that_it_runs(gated_at_5, gated, engine_pyth
     identity = gate(server)["identity"]
     patched = series.load(gated)
     assert (identity["worker"], identity["series"], identity["threshold"]) == ("EAGLEWorker", patched.id, 5)
-    assert [module["module"] for module in identity["modules"]] == [file.module for file in patched.files]
-    for module, file in zip(identity["modules"], patched.files, strict=True):
+    files = {file.module: file for file in patched.files}
+    assert {module["module"] for module in identity["modules"]} == files.keys()
+    for module in identity["modules"]:
+        file = files[module["module"]]
         assert module["series"] == patched.id
         assert module["file"] == str(gated / file.path)
         hashing = f"{Path(loaded.__file__).read_text()}\nprint(source_code_sha256({module['file']!r}))"

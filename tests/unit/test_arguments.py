@@ -22,7 +22,13 @@ def server_args(*options, **changes):
         "disaggregation_mode": "null",
         "enable_pdmux": False,
         "speculative_adaptive": False,
-        "disable_overlap_schedule": True,
+        "enable_hierarchical_cache": False,
+        "enable_hisparse": False,
+        "enable_streaming_session": False,
+        "enable_lora": False,
+        "lora_paths": None,
+        "enable_return_hidden_states": False,
+        "enable_return_routed_experts": False,
     }
     return SimpleNamespace(**known | vars(parser.parse_args(options)) | changes)
 
@@ -65,11 +71,11 @@ def test_a_threshold_that_is_no_integer_is_refused_by_the_parser(threshold, caps
 
 
 UNSUPPORTED = [
-    ({"speculative_algorithm": None}, "EAGLE or EAGLE3"),
-    ({"speculative_algorithm": "STANDALONE"}, "EAGLE or EAGLE3"),
-    ({"speculative_algorithm": "NGRAM"}, "EAGLE or EAGLE3"),
-    ({"speculative_algorithm": "DFLASH"}, "EAGLE or EAGLE3"),
-    ({"speculative_algorithm": "FROZEN_KV_MTP"}, "EAGLE or EAGLE3"),
+    ({"speculative_algorithm": None}, "--speculative-algorithm EAGLE3"),
+    ({"speculative_algorithm": "STANDALONE"}, "--speculative-algorithm EAGLE3"),
+    ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm EAGLE3"),
+    ({"speculative_algorithm": "DFLASH"}, "--speculative-algorithm EAGLE3"),
+    ({"speculative_algorithm": "FROZEN_KV_MTP"}, "--speculative-algorithm EAGLE3"),
     ({"enable_dp_attention": True}, "--enable-dp-attention"),
     ({"dp_size": 2}, "--dp-size 2"),
     ({"pp_size": 2}, "--pp-size 2"),
@@ -78,7 +84,14 @@ UNSUPPORTED = [
     ({"disaggregation_mode": "decode"}, "--disaggregation-mode decode"),
     ({"enable_pdmux": True}, "--enable-pdmux"),
     ({"speculative_adaptive": True}, "--speculative-adaptive"),
-    ({"disable_overlap_schedule": False}, "EAGLEWorkerV2"),
+    ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm EAGLE3"),
+    ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+    ({"enable_hisparse": True}, "--enable-hisparse"),
+    ({"enable_streaming_session": True}, "--enable-streaming-session"),
+    ({"enable_lora": True}, "--enable-lora"),
+    ({"lora_paths": ["adapter"]}, "--enable-lora"),
+    ({"enable_return_hidden_states": True}, "--enable-return-hidden-states"),
+    ({"enable_return_routed_experts": True}, "--enable-return-routed-experts"),
 ]
 
 
@@ -93,6 +106,13 @@ def test_an_untried_configuration_is_refused_in_one_sentence_and_only_with_a_thr
     assert "\n" not in message
     arguments.check(server_args(**changes))
     arguments.check(server_args("--speculative-disable-batch-threshold", "0", **changes))
+
+
+def test_the_sync_interval_has_a_default_and_no_negative_values():
+    assert arguments.sync_interval(server_args()) == arguments.DEFAULT_SYNC_INTERVAL
+    assert arguments.sync_interval(server_args("--speculative-gate-sync-interval", "0")) == 0
+    with pytest.raises(arguments.ArgumentError, match="--speculative-gate-sync-interval is -1; allowed is 0"):
+        arguments.check(server_args("--speculative-gate-sync-interval", "-1"))
 
 
 def test_the_supported_configuration_passes():

@@ -121,7 +121,7 @@ def check(server_args: Any) -> None:
         "--enable-hierarchical-cache": server_args.enable_hierarchical_cache,
         "--enable-hisparse": server_args.enable_hisparse,
         "--enable-streaming-session": server_args.enable_streaming_session,
-        "--enable-lora": server_args.enable_lora,
+        "--enable-lora": server_args.enable_lora or server_args.lora_paths,
         # Closed, the hidden states are the draft's: several layers' in one.
         "--enable-return-hidden-states": server_args.enable_return_hidden_states,
         "--enable-return-routed-experts": server_args.enable_return_routed_experts,

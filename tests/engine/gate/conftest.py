@@ -1,4 +1,4 @@
-"""The rehearsal model, in $SPECGATE_PAIR with the prompts beside it."""
+"""The rehearsal model in $SPECGATE_PAIR, with prompts.json beside it: token ids of at least 24 prompts of 48 or more."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 
 
 class Pair(NamedTuple):
+    """Folders of the target and its draft."""
+
     target: str
     draft: str
 
