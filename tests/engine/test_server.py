@@ -26,7 +26,7 @@ JSON_SCHEMA = json.dumps(
 GREEDY_REQUESTS = {
     "regular expression": {"regex": "[a-e]{3,6} [0-9]{3}(, [a-z]+){2}\\.", "ignore_eos": False},
     "JSON schema": {"json_schema": JSON_SCHEMA, "ignore_eos": False},
-    "stop string": {"stop": ["in the ", "and "], "ignore_eos": False},
+    "stop string": {"stop": [" t"], "ignore_eos": False},
     "stop token": {"stop_token_ids": list(range(300, 400)), "ignore_eos": False},
     "minimum length": {"min_new_tokens": 30, "ignore_eos": False},
     "one token": {"max_new_tokens": 1},
@@ -165,7 +165,7 @@ def test_penalties_change_the_output(speculative, prompts):
     free = speculative.generate(prompts[3], 60)["output_ids"]
     penalised = speculative.generate(prompts[3], 60, frequency_penalty=2.0, presence_penalty=1.0)["output_ids"]
     assert len(penalised) == 60
-    assert len(set(penalised)) > len(set(free))
+    assert penalised != free
 
 
 def test_streaming(speculative, prompts):
