@@ -61,7 +61,7 @@ def plain(start_server, prompts):
         return {
             "greedy": all_at_once(server, prompts),
             "log-probs": server.generate(prompts[0], 24, return_logprob=True, top_logprobs_num=3)["meta_info"],
-            "requests": {name: server.generate(prompts[1], 40, **f) for name, f in GREEDY_REQUESTS.items()},
+            "requests": {name: server.generate(prompts[1], 120, **f) for name, f in GREEDY_REQUESTS.items()},
             "samples": {name: sampled(server, prompts[2], fields) for name, fields in SAMPLING.items()},
         }
 
@@ -131,7 +131,7 @@ def test_greedy_output_is_that_of_plain_decoding(speculative, plain, prompts):
 @pytest.mark.parametrize("name", GREEDY_REQUESTS)
 def test_what_a_request_may_ask_for(speculative, plain, prompts, name):
     expected = plain["requests"][name]
-    answer = speculative.generate(prompts[1], 40, **GREEDY_REQUESTS[name])
+    answer = speculative.generate(prompts[1], 120, **GREEDY_REQUESTS[name])
     assert answer["text"] == expected["text"]
     assert answer["meta_info"]["finish_reason"] == expected["meta_info"]["finish_reason"]
     if name == "regular expression":
