@@ -48,8 +48,8 @@ lock: setup ## Compile requirements.lock and files/locks, keeping what still fit
 		$(COMPILE) $$input $(GPU_ONLY:%=--no-emit-package=%) --output-file $${input%.in}.txt; done
 
 clean: setup ## Delete the rehearsal hosts and .venv; the cache in ~/.cache/specgate stays
-	.venv/bin/python -m rehearsal remove
-	SPECGATE_REHEARSAL_DIR=.rehearsal/tests .venv/bin/python -m rehearsal remove
+	for hosts in .rehearsal/hosts .rehearsal/*/hosts; do [ ! -d "$$hosts" ] || \
+		SPECGATE_REHEARSAL_DIR=$${hosts%/hosts} .venv/bin/python -m rehearsal remove || exit 1; done
 	rm -rf .rehearsal .venv
 
 # pip installs only the uv that the lock pins, and uv, much faster, the rest. The copy of the lock, written last, says

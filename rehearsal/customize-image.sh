@@ -1,5 +1,5 @@
 #!/bin/sh
-# Called by mmdebstrap with the root directory of the image: turns a minimal system into a small server as people have it.
+# Called by mmdebstrap with the image's root directory: turns a minimal system into a small server as people have it.
 set -eu
 root=$1
 
@@ -7,7 +7,7 @@ root=$1
 rm -f "$root"/etc/ssh/ssh_host_* "$root"/etc/hostname "$root"/var/lib/dbus/machine-id
 : >"$root"/etc/machine-id
 
-# No login prompt on a console that nobody reads, and no apt run of its own accord that holds dpkg's lock during a deploy.
+# No login prompt on a console that nobody reads; no apt run of its own accord that holds dpkg's lock during a deploy.
 for unit in console-getty.service getty@tty1.service apt-daily.timer apt-daily-upgrade.timer; do
   ln -sf /dev/null "$root/etc/systemd/system/$unit"
 done

@@ -26,7 +26,7 @@ JSON_SCHEMA = json.dumps(
 GREEDY_REQUESTS = {
     "regular expression": {"regex": "[a-e]{3,6} [0-9]{3}(, [a-z]+){2}\\.", "ignore_eos": False},
     "JSON schema": {"json_schema": JSON_SCHEMA, "ignore_eos": False},
-    "stop string": {"stop": ["in the ", "and "], "ignore_eos": False},
+    "stop string": {"stop": [" t"], "ignore_eos": False},
     "stop token": {"stop_token_ids": list(range(300, 400)), "ignore_eos": False},
     "minimum length": {"min_new_tokens": 30, "ignore_eos": False},
     "one token": {"max_new_tokens": 1},
@@ -61,7 +61,7 @@ def plain(start_server, prompts):
         return {
             "greedy": all_at_once(server, prompts),
             "log-probs": server.generate(prompts[0], 24, return_logprob=True, top_logprobs_num=3)["meta_info"],
-            "requests": {name: server.generate(prompts[1], 40, **f) for name, f in GREEDY_REQUESTS.items()},
+            "requests": {name: server.generate(prompts[1], 120, **f) for name, f in GREEDY_REQUESTS.items()},
             "samples": {name: sampled(server, prompts[2], fields) for name, fields in SAMPLING.items()},
         }
 
@@ -131,7 +131,7 @@ def test_greedy_output_is_that_of_plain_decoding(speculative, plain, prompts):
 @pytest.mark.parametrize("name", GREEDY_REQUESTS)
 def test_what_a_request_may_ask_for(speculative, plain, prompts, name):
     expected = plain["requests"][name]
-    answer = speculative.generate(prompts[1], 40, **GREEDY_REQUESTS[name])
+    answer = speculative.generate(prompts[1], 120, **GREEDY_REQUESTS[name])
     assert answer["text"] == expected["text"]
     assert answer["meta_info"]["finish_reason"] == expected["meta_info"]["finish_reason"]
     if name == "regular expression":
@@ -165,7 +165,7 @@ def test_penalties_change_the_output(speculative, prompts):
     free = speculative.generate(prompts[3], 60)["output_ids"]
     penalised = speculative.generate(prompts[3], 60, frequency_penalty=2.0, presence_penalty=1.0)["output_ids"]
     assert len(penalised) == 60
-    assert len(set(penalised)) > len(set(free))
+    assert penalised != free
 
 
 def test_streaming(speculative, prompts):

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rehearsal_commands import BIN, REPOSITORY, Rehearsal
+from rehearsal_commands import Rehearsal
 
 ROOT = "/opt/sglang"
-INVENTORY = REPOSITORY / "inventory/rehearsal"
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 120) -> None:
@@ -59,18 +58,22 @@ class Target:
         deployment = self.sh(f"readlink {ROOT}/current").rpartition("/")[2]
         return State(deployment, int(self.sh("systemctl show --property=MainPID --value sglang")))
 
+    def deployed(self) -> dict[str, Any]:
+        """The active deployment.json."""
+        document: dict[str, Any] = json.loads(self.sh(f"cat {ROOT}/current/deployment.json"))
+        return document
+
     def release(self) -> str:
         """Folder of the active release."""
-        path: str = json.loads(self.sh(f"cat {ROOT}/current/deployment.json"))["release_path"]
+        path: str = self.deployed()["release_path"]
         return path
+
+    def server_arguments(self) -> dict[str, Any]:
+        """The arguments of the active deployment that come from service_server_arguments."""
+        own = ("host", "port", "speculative-disable-batch-threshold")
+        return {name: value for name, value in self.deployed()["server_arguments"].items() if name not in own}
 
     def is_healthy(self) -> bool:
         answer = self.rehearsal.ssh("curl --silent --max-time 20 --output /dev/null --write-out '%{http_code}' "
                                     "http://127.0.0.1:30000/health")  # fmt: skip
         return answer.stdout.strip() == "200"
-
-    def server_arguments(self) -> dict[str, Any]:
-        """The arguments that the inventory gives the server."""
-        done = self.rehearsal.run([BIN / "ansible", "-i", INVENTORY, "rehearsal-1", "-m", "ansible.builtin.debug",
-                                   "-a", "var=service_server_arguments"])  # fmt: skip
-        return json.loads(done.stdout.partition("=>")[2])["service_server_arguments"]

@@ -64,6 +64,7 @@ def _replace_operations() -> None:
     import torch
     import xgrammar
     from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+    from sglang.srt.distributed.device_communicators import pynccl
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.mem_cache import memory_pool
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -92,6 +93,12 @@ def _replace_operations() -> None:
         handle_cpu_backends(server_args)
 
     ServerArgs._handle_cpu_backends = default_to_torch_native
+
+    # torch brings NCCL along, and with two ranks SGLang would use it; without it the ranks speak through gloo.
+    def no_nccl(_library_path=None):
+        raise RuntimeError("NCCL needs a GPU")
+
+    pynccl.NCCLLibrary = no_nccl
 
     # It would bind each rank's threads to a NUMA node of its own, by an operation that only sgl_kernel for AMX has.
     ModelRunner.init_threads_binding = lambda _runner: None
