@@ -1,13 +1,13 @@
 """Output tokens per second without speculation, with it, and behind the gate, on one GPU.
 
-    python benchmarks/gate.py --output DIR --run ID --plan tree:10:2.5 --plan chain2:4:1.5 -- <arguments of every server>
+    python benchmarks/gate.py --output DIR --run ID --plan tree:10:2.5 --plan chain2:4:1.5 -- <arguments of all servers>
 
 A plan is a shape of speculation, the gate's threshold, and the acceptance that SGLang simulates (0: real verification).
-Simulated, every token is the same, so the figures say what a step costs, never what a draft earns. The arguments after `--`
-are SGLang's, those of the model and its draft included.
+Simulated, every token is the same, so the figures say what a step costs, never what a draft earns. The arguments after
+`--` are SGLang's, those of the model and its draft included.
 
-All servers are started at once and the arms take turns at each level: a machine that grows warm then favours none. An idle
-server takes no GPU time. One gated server gives three arms: forced closed, forced open, and by its threshold.
+All servers are started at once and the arms take turns at each level: a machine that grows warm then favours none. An
+idle server takes no GPU time. One gated server gives three arms: forced closed, forced open, and by its threshold.
 
 Each worker of a closed loop sends 256 random tokens, waits for 128, and sends again.
 """
@@ -31,9 +31,17 @@ from typing import NamedTuple
 import httpx
 
 INPUT, OUTPUT, VOCABULARY = 256, 128, 120000
+
+
+def shape(*, steps: int, topk: int, draft_tokens: int) -> list[str]:
+    """SGLang's arguments for a shape of speculation."""
+    values = {"num-steps": steps, "eagle-topk": topk, "num-draft-tokens": draft_tokens}
+    return [part for name, value in values.items() for part in (f"--speculative-{name}", str(value))]
+
+
 SHAPES = {
-    "tree": "--speculative-num-steps 5 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16".split(),
-    "chain2": "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4".split(),
+    "tree": shape(steps=5, topk=4, draft_tokens=16),
+    "chain2": shape(steps=3, topk=1, draft_tokens=4),
 }
 RAMP = [1, 4, 8, 12, 16, 32, 16, 12, 8, 4, 1]
 GATE = "--speculative-disable-batch-threshold"
@@ -89,7 +97,7 @@ class Server:
 
 
 async def level(url: str, concurrency: int, seconds: float, ramp: list[int] | None = None) -> dict:
-    """A closed loop of `concurrency` workers for `seconds`, whole requests; or the levels of a `ramp` one after the other."""
+    """A closed loop of `concurrency` workers for `seconds`, whole requests; or the levels of a `ramp` one by one."""
     numbers = random.Random(concurrency)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(timeout=300, limits=limits) as client:
@@ -154,7 +162,14 @@ class Bench:
     """The servers of a run, and the records of its measurements."""
 
     def __init__(
-        self, output: Path, run: str, plans: list[Plan], skip: set[str], patched: Path | None, arguments: list[str]
+        self,
+        output: Path,
+        run: str,
+        *,
+        plans: list[Plan],
+        skip: set[str],
+        patched: Path | None,
+        arguments: list[str],
     ) -> None:
         self.output, self.run, self.skip = output, run, skip
         self.plans = {plan.name: plan for plan in plans}
@@ -234,9 +249,17 @@ def main() -> None:
     arguments = [argument for argument in options.arguments if argument != "--"]
     started = time.monotonic()
     skip = set(options.skip.split(","))
-    bench = Bench(options.output, options.run, options.plan, skip, options.patched, arguments)
+    bench = Bench(
+        options.output,
+        options.run,
+        plans=options.plan,
+        skip=skip,
+        patched=options.patched,
+        arguments=arguments,
+    )
     try:
-        if not all([server.wait(300) for server in bench.servers.values()]):
+        up = [server.wait(300) for server in bench.servers.values()]
+        if not all(up):
             sys.exit(1)
         print(f"all servers are up after {time.monotonic() - started:.0f} s", flush=True)
         while any(Path(f"/proc/{pid}/exe").exists() for pid in options.wait_for.split(",") if pid):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from spec_gate import patching, series
 from uv import find_uv_bin
 
 from rehearsal import engine
@@ -52,6 +53,35 @@ def engine_environment(cpu_engine):
         # it ends when one is lost.
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     }
+
+
+@pytest.fixture(scope="session")
+def make_overlay(engine_python, cpu_engine, tmp_path_factory):
+    """Makes a folder for PYTHONPATH with the gate and a private copy of the released SGLang, to be patched."""
+    where = [engine_python, "-I", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    installed = Path(subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip())
+    (name,) = (path.name for path in installed.glob("sglang-*.dist-info"))
+
+    def make():
+        overlay = tmp_path_factory.mktemp("overlay")
+        shutil.copytree(cpu_engine, overlay, dirs_exist_ok=True)
+        shutil.copytree(installed / "sglang", overlay / "sglang", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(installed / name, overlay / name)
+        source = overlay / "source"  # setuptools leaves its build beside the sources
+        shutil.copytree(engine.CHECKOUT / "files/spec_gate", source)
+        install = [find_uv_bin(), "pip", "install", "--quiet", "--python", engine_python, "--target", overlay]
+        subprocess.run([*install, "--no-deps", "--no-build-isolation", source], check=True)
+        return overlay
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def gated(make_overlay):
+    """A folder for PYTHONPATH with SGLang patched."""
+    overlay = make_overlay()
+    assert patching.convert(overlay, series.load(overlay), "applied")
+    return overlay
 
 
 class Server:

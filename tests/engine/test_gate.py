@@ -12,7 +12,6 @@ from pathlib import Path
 import httpx
 import pytest
 from spec_gate import loaded, patching, series
-from uv import find_uv_bin
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -49,34 +48,8 @@ def python_prints(python, code):
 
 
 @pytest.fixture(scope="module")
-def make_overlay(engine_python, cpu_engine, tmp_path_factory):
-    """Makes a folder for PYTHONPATH with the gate and a private copy of the released SGLang, to be patched."""
-    installed = Path(python_prints(engine_python, "import sysconfig; print(sysconfig.get_path('purelib'))"))
-
-    def make():
-        overlay = tmp_path_factory.mktemp("overlay")
-        shutil.copytree(cpu_engine, overlay, dirs_exist_ok=True)
-        shutil.copytree(installed / "sglang", overlay / "sglang", ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copytree(installed / f"sglang-{VERSION}.dist-info", overlay / f"sglang-{VERSION}.dist-info")
-        source = overlay / "source"  # setuptools leaves its build beside the sources
-        shutil.copytree(REPOSITORY / "files/spec_gate", source)
-        install = [find_uv_bin(), "pip", "install", "--quiet", "--python", engine_python, "--target", overlay]
-        subprocess.run([*install, "--no-deps", "--no-build-isolation", source], check=True)
-        return overlay
-
-    return make
-
-
-@pytest.fixture(scope="module")
 def released(make_overlay):
     return make_overlay()
-
-
-@pytest.fixture(scope="module")
-def gated(make_overlay):
-    overlay = make_overlay()
-    assert patching.convert(overlay, series.load(overlay), "applied")
-    return overlay
 
 
 @pytest.fixture(scope="module")

@@ -29,10 +29,11 @@ class DraftSync:
 
     drafter: what drafts: EAGLEWorker (v1), or the EagleDraftWorker of EAGLEWorkerV2.
     runner: the draft's model runner.
-    interval: closed steps between two syncs, and so the rows that a slot holds; 0 keeps nothing, and the gate opens with
-        a draft that has not seen the tokens of the closed steps.
+    interval: closed steps between two syncs, and so the rows that a slot holds; 0 keeps nothing, and the gate opens
+        with a draft that has not seen the tokens of the closed steps.
 
-    `Req.draft_len` is the number of KV rows of the draft that are right, while the gate is closed; None while it is open.
+    `Req.draft_len` is the number of KV rows of the draft that are right while the gate is closed; None while it is
+    open.
     """
 
     def __init__(self, drafter: object, runner: ModelRunner, interval: int) -> None:
@@ -77,7 +78,7 @@ class DraftSync:
             req.draft_len = length
 
     def open(self, batch: ModelWorkerBatch, bonus_tokens: torch.Tensor) -> EagleDraftInput:
-        """Let the draft catch up and return what it starts from: the latest token and the draft's outputs of each request."""
+        """Let the draft catch up; what it starts from: each request's latest token and the draft's outputs there."""
         if self.interval:
             self._catch_up(batch)
         slots = batch.req_pool_indices

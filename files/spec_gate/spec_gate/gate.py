@@ -60,10 +60,10 @@ class Gate:
             self._metrics.update(self._state)
 
     def switched(self) -> bool:
-        """Before the scheduler schedules: decide, and switch the scheduler. True when its event loop must be entered anew.
+        """Before the scheduler schedules: decide and switch it. True when its event loop must be entered anew.
 
-        A server without requests is switched when its next decode batch is there: its prompts are prefilled no slower by
-        the closed server, and a burst that would close the gate again has then cost no switch.
+        A server without requests is switched when its next decode batch is there: its prompts are prefilled no slower
+        by the closed server, and a burst that would close the gate again has then cost no switch.
         """
         if self._switch is None:
             return False

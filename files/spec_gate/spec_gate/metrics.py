@@ -25,7 +25,9 @@ class Metrics:
         self._closed = gauge("closed", "1 while speculation is off, 0 while it is on.")
         self._threshold = gauge("threshold", "Running requests at which speculation goes off.")
         self._pending = gauge("pending_sync_steps", "Steps that the draft model has yet to catch up with.")
-        self._accept_length = gauge("accept_length_since_open", "Tokens per verify step since speculation last came on.")
+        self._accept_length = gauge(
+            "accept_length_since_open", "Tokens per verify step since speculation last came on."
+        )
         self._transitions = counter("transitions", "Switches of speculation.", "to", ("closed", "open"))
         self._steps = counter("steps", "Decode steps.", "mode", ("closed", "open"))
         synced = Counter("sglang:spec_gate_synced_tokens", "Tokens that the draft model caught up with.", labels)

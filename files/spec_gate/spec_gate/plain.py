@@ -30,8 +30,8 @@ _SIZES = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_dr
 class PlainWorker:
     """Stands in for the speculative worker while the gate is closed.
 
-    It runs the target as a server without speculation does: with an attention backend and decode graphs that are made for
-    one token a request, and its sampler. What the draft needs of each forward goes to `draft_sync`.
+    It runs the target as a server without speculation does: with an attention backend and decode graphs that are made
+    for one token a request, and its sampler. What the draft needs of each forward goes to `draft_sync`.
     """
 
     def __init__(self, target: TpModelWorker, draft_sync: DraftSync) -> None:

@@ -1,10 +1,10 @@
-"""Turns a scheduler between the two modes: closed, it is one of a server without speculation; open, a speculative one's.
+"""Turns a scheduler between two modes: closed, it is that of a server without speculation; open, of a speculative one.
 
-Nothing of SGLang's own loops, workers or kernels is replaced: `to` changes what the scheduler runs, the event loop that is
-running then returns, and the scheduler enters the one that its new mode needs.
+Nothing of SGLang's own loops, workers or kernels is replaced: `to` changes what the scheduler runs, the event loop that
+is running then returns, and the scheduler enters the one that its new mode needs.
 
-Between two steps, when no result is waiting, both modes describe a request alike: it has KV rows for all of its tokens but
-the latest. So a switch changes the batch's own fields: `output_ids` against `spec_info`, and the flags.
+Between two steps, when no result is waiting, both modes describe a request alike: it has KV rows for all of its tokens
+but the latest. So a switch changes the batch's own fields: `output_ids` against `spec_info`, and the flags.
 """
 
 from __future__ import annotations
@@ -165,7 +165,9 @@ class Switch:
         """Set the batch's sequence lengths from its requests: KV rows, so all tokens but the latest."""
         lengths = [req.seqlen - 1 for req in batch.reqs]
         batch.seq_lens_cpu = torch.tensor(lengths, dtype=torch.int64)
-        batch.seq_lens = torch.tensor(lengths, dtype=torch.int64, device=batch.device)  # a copy: both are added to in place
+        batch.seq_lens = torch.tensor(
+            lengths, dtype=torch.int64, device=batch.device
+        )  # a copy: both are added to in place
         batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
         batch.seq_lens_sum = sum(lengths)
         return lengths
@@ -182,4 +184,3 @@ class Switch:
                 s.req_to_token_pool.req_to_token[req.req_pool_idx, start : req.kv_allocated_len]
             )
         req.kv_allocated_len = req.kv_committed_len
-

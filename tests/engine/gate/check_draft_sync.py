@@ -113,11 +113,12 @@ def test_the_draft_remembers(worker, pair, prompts, ungated, interval):
     mine = gated(worker, pair, prompts, interval)
     assert [o.token_ids for o in mine.outputs] == [o.token_ids for o in ungated.outputs]
     for row, other in zip(mine.rows, ungated.rows, strict=True):
-        length = min(row.shape[1], other.shape[1]) - 8  # in the overlap loop a step is in flight: its rows are not final
+        length = (
+            min(row.shape[1], other.shape[1]) - 8
+        )  # in the overlap loop a step is in flight: its rows are not final
         assert length > CLOSED_STEPS
         torch.testing.assert_close(row[:, :length], other[:, :length], rtol=0, atol=1e-4)
     found, expected = accept_gains(mine, worker, pair, prompts)
-    print("gained", found, expected)
     assert sum(found) == pytest.approx(sum(expected), rel=0.02)
 
 
@@ -128,5 +129,4 @@ def test_without_sync_the_draft_has_forgotten(worker, pair, prompts, ungated):
     length = min(row.shape[1], other.shape[1]) - 8
     assert (row[:, :length] - other[:, :length]).abs().max() > 1e-2
     found, expected = accept_gains(mine, worker, pair, prompts)
-    print("gained", found, expected)
     assert sum(found) < 0.98 * sum(expected)

@@ -8,8 +8,8 @@ import os
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from inprocess import CHAIN, TREE, InProcessScheduler, Request
+from inprocess import CHAIN, DEVICE, TREE, InProcessScheduler, Request
+from sglang.srt.managers.io_struct import GetInternalStateReq, SetInternalStateReq
 
 GATE = {"speculative_disable_batch_threshold": 3, "speculative_gate_dwell_steps": 3}
 # Small enough that requests are retracted, that prompts are prefilled in chunks, and that the prefix cache is evicted.
@@ -28,20 +28,27 @@ WORKERS = {
 EXAMPLES = int(os.environ.get("SPECGATE_EXAMPLES", "200"))
 LENGTHS = (7, 30, 48)
 TOKENS = 96
-SAMPLINGS = (
-    {},
-    {"temperature": 1.0, "top_p": 0.9},
-    {"temperature": 0.7, "top_k": 20},
-    {"frequency_penalty": 0.5},
-)
+GREEDY = {
+    "plain": {},
+    "stop": {"stop": ["ver", " is"]},
+    "grammar": {"regex": "[a-z ,]{12,40}[.?]"},
+}
+OTHERS = {
+    "top-p": {"temperature": 1.0, "top_p": 0.9},
+    "top-k": {"temperature": 0.7, "top_k": 20},
+    "penalty": {"frequency_penalty": 0.5},
+}
+if DEVICE != "cpu":  # no tokenizer there
+    GREEDY = {"plain": GREEDY["plain"]}
+SAMPLINGS = GREEDY | OTHERS
 
 
 @pytest.fixture(scope="module")
 def reference(pair, prompts):
     """Greedy tokens and log-probabilities of each prompt's prefixes from a server without speculation."""
     scheduler = InProcessScheduler(pair.target)
-    keys = [(i, length) for i in range(6) for length in LENGTHS]
-    requests = [Request(prompts[i][:length], TOKENS, return_logprob=True) for i, length in keys]
+    keys = [(i, length, kind) for i in range(6) for length in LENGTHS for kind in GREEDY]
+    requests = [Request(prompts[i][:n], TOKENS, sampling=GREEDY[kind], return_logprob=True) for i, n, kind in keys]
     outputs = scheduler.serve(requests)
     scheduler.close()
     return dict(zip(keys, outputs, strict=True))
@@ -73,7 +80,7 @@ class Case:
     tokens: int
     at: int
     lives: int | None  # steps after which it is aborted
-    sampling: int
+    sampling: str
     logprob: bool
     stream: bool
 
@@ -85,7 +92,7 @@ cases = st.builds(
     st.integers(1, TOKENS),
     st.integers(0, 60),
     st.none() | st.integers(0, 40),
-    st.integers(0, len(SAMPLINGS) - 1),
+    st.sampled_from(list(SAMPLINGS)),
     st.booleans(),
     st.booleans(),
 )
@@ -95,10 +102,9 @@ switches = st.dictionaries(st.integers(0, 120), st.sampled_from(["open", "closed
 @pytest.mark.parametrize("forced", ["open", "closed", None])
 def test_outputs_are_those_of_a_server_without_speculation(scheduler, prompts, reference, forced):
     force(scheduler, {0: forced})
-    keys = [(i, 48) for i in range(6)]
-    outputs = scheduler.serve([Request(prompts[i][:length], TOKENS, at=9 * i) for i, length in keys])
-    for key, output in zip(keys, outputs, strict=True):
-        assert output.token_ids == reference[key].token_ids
+    outputs = scheduler.serve([Request(prompts[i][:48], TOKENS, at=9 * i) for i in range(6)])
+    for i, output in enumerate(outputs):
+        assert output.token_ids == reference[i, 48, "plain"].token_ids
         assert (output.verify_steps == 0) == (forced == "closed") or forced is None
 
 
@@ -122,10 +128,27 @@ def test_any_mix_keeps_its_tokens_and_gives_back_its_slots(scheduler, prompts, r
     outputs = scheduler.serve(asked)  # runs SGLang's own checks for lost slots when it is idle
     assert scheduler.free_slots() == slots
     for case, output in zip(requests, outputs, strict=True):
-        if output.finished["type"] != "abort":
-            assert len(output.token_ids) == case.tokens
-        if case.sampling == 0:
-            expected = reference[case.prompt, case.length]
-            assert output.token_ids == expected.token_ids[: len(output.token_ids)]
+        aborted = output.finished["type"] == "abort"
+        if case.sampling in GREEDY:
+            expected = reference[case.prompt, case.length, case.sampling]
+            given = len(output.token_ids)
+            assert output.token_ids == expected.token_ids[: given if aborted else case.tokens]
             if case.logprob:
-                assert output.logprobs == pytest.approx(expected.logprobs[: len(output.logprobs)], abs=1e-4)
+                assert output.logprobs == pytest.approx(expected.logprobs[:given], abs=1e-4)
+        else:
+            assert aborted or len(output.token_ids) == case.tokens
+
+
+def test_a_refused_setting_is_answered_false_and_changes_nothing(scheduler):
+    def change(**settings):
+        return scheduler.set_internal_state(SetInternalStateReq(server_args=settings)).updated
+
+    before = scheduler.spec_gate.describe()["settings"]
+    assert not change(speculative_disable_batch_threshold=-1)
+    assert not change(speculative_gate_low_mark=before["threshold"] + 1)
+    assert not change(unknown=1)
+    assert scheduler.spec_gate.describe()["settings"] == before
+    assert change(speculative_disable_batch_threshold=5)
+    state = scheduler.get_internal_state(GetInternalStateReq()).internal_state
+    assert state["spec_gate"]["threshold"] == state["speculative_disable_batch_threshold"] == 5
+    assert change(speculative_disable_batch_threshold=before["threshold"])

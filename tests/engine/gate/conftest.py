@@ -1,4 +1,4 @@
-"""The rehearsal model in $SPECGATE_PAIR, with prompts.json beside it: token ids of at least 24 prompts of 48 or more."""
+"""The rehearsal model in $SPECGATE_PAIR, prompts.json beside it: token ids of 12 prompts or more, 48 long or more."""
 
 from __future__ import annotations
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E402 - SGLang reads the environment when it is imported
 """SGLang's real scheduler in this process, step by step: no HTTP, no tokenizer process; on the CPU engine, or on a GPU.
 
 A test scripts what arrives before each step and sees every request's output when the scheduler has become idle, after
@@ -44,7 +45,6 @@ DEVICES = {
     "cpu": {
         "attention_backend": "torch_native",
         "disable_cuda_graph": True,
-        "skip_tokenizer_init": True,
         "mem_fraction_static": 0.1,
     },
     "cuda": {
@@ -64,8 +64,8 @@ TREE = {
 CHAIN = TREE | {"speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
 
 
-class _Idle(Exception):  # noqa: N818 - the way out of an endless loop, not an error
-    pass
+class _Idle(Exception):
+    """The way out of an endless loop."""
 
 
 @dataclasses.dataclass
@@ -152,7 +152,9 @@ class InProcessScheduler(Scheduler):
         self.before_step(self._step)
         now = self._step
         self._step += 1
-        arrived = [_tokenized(name, r, self.model_config.vocab_size) for name, r in self._script if r.at == now]
+        arrived = [
+            _tokenized(name, r, self.tokenizer, self.model_config.vocab_size) for name, r in self._script if r.at == now
+        ]
         return arrived + [AbortReq(rid=name) for name, r in self._script if r.abort_at == now]
 
     def on_idle(self) -> None:
@@ -178,11 +180,11 @@ class InProcessScheduler(Scheduler):
                 one.correct_drafts = output.spec_num_correct_drafts[i]
 
 
-def _tokenized(name: str, request: Request, vocabulary: int) -> TokenizedGenerateReqInput:
+def _tokenized(name: str, request: Request, tokenizer: object, vocabulary: int) -> TokenizedGenerateReqInput:
     params = SamplingParams(
         **({"temperature": 0.0, "ignore_eos": True, "max_new_tokens": request.max_new_tokens} | dict(request.sampling))
     )
-    params.normalize(None)
+    params.normalize(tokenizer)
     params.verify(vocabulary)
     return TokenizedGenerateReqInput(
         rid=name,
