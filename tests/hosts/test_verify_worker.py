@@ -226,7 +226,7 @@ def test_another_unit_with_two_ranks(deployed: Rehearsal, tmp_path: Path) -> Non
         "Environment": "PYTHONNOUSERSITE=1",
     }
     settings = " ".join(f"--property {shlex.quote(f'{name}={value}')}" for name, value in properties.items())
-    root(deployed, f"systemctl stop sglang; systemd-run --quiet --unit second {settings} {shlex.join(argv)}")
+    root(deployed, f"systemctl stop sglang; systemd-run --quiet --collect --unit second {settings} {shlex.join(argv)}")
     inventory = tmp_path / "hosts.yml"
     options = json.dumps(f"-F {deployed.directory}/ssh_config")
     inventory.write_text(
