@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich import box
@@ -13,6 +15,7 @@ from diagnostics.connect import HostUnreachable, connect
 from diagnostics.fanout import Entry, on_each
 from diagnostics.inventory import Host, UsageError
 from diagnostics.proof import evidence, logs, verdict
+from diagnostics.proof.link import Link, listed
 from diagnostics.proof.verdict import Verdict
 from diagnostics.render import make_console
 
@@ -70,6 +73,9 @@ def exit_status(verdicts: Sequence[Verdict]) -> int:
 STYLES = {"proved": "green", "refuted": "bold red", "unknown": "yellow", "consistent": "cyan", "not applicable": "dim"}
 
 
+RANK = re.compile(r"\brank (\d+)\b")
+
+
 def show(verdicts: Sequence[Verdict]) -> None:
     """Print for people: the outcome and its reason first, then, per host, each link of the chain."""
     out = make_console()
@@ -88,7 +94,26 @@ def _chain(found: Verdict) -> Table:
     table = Table(title=found.host, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("", "link", "claimed", "seen", "where"):
         table.add_column(column, overflow="fold")
-    for link in found.links:
+    for link in _folded(found.links):
         state = Text("-" if link.state == "not applicable" else link.state, STYLES[link.state])
         table.add_row(state, *(Text(text) for text in (link.name, link.claimed, link.seen, link.where)))
     return table
+
+
+def _folded(links: Iterable[Link]) -> Iterator[Link]:
+    """The links to show: proved ones that differ only in the rank become one, or eight ranks would fill the screen."""
+    alike: dict[object, list[Link]] = {}
+    for position, link in enumerate(links):
+        key = (RANK.sub("", link.name), link.claimed, RANK.sub("", link.seen))
+        alike.setdefault(key if link.state == "proved" else position, []).append(link)
+    for first, *others in alike.values():
+        if not others:
+            yield first
+            continue
+        numbers = listed(found[1] for link in (first, *others) if (found := RANK.search(link.name + link.seen)))
+        yield replace(
+            first,
+            name=RANK.sub(f"ranks {numbers}", first.name),
+            seen=RANK.sub(f"ranks {numbers}", first.seen),
+            where=f"{first.where}, and {len(others)} more",
+        )

@@ -351,6 +351,31 @@ def test_crash_is_named_by_its_exception() -> None:
     assert verdict.judge_log(parse_bytes(text(*START_UP, trace)), "log").verdict == "refuted"
 
 
+def test_log_of_a_gate_on_two_ranks() -> None:
+    facts = parse_bytes((DATA / "0.5.12.post1-cpu-two-ranks.log").read_bytes())
+    assert facts.current is not None
+    assert (facts.starts, facts.imitations, facts.current.torn_identities) == (1, 0, 0)
+    assert (facts.current.ready, facts.current.crashes) == (True, ())
+    assert facts.current.arguments["tp_size"] == 2
+    first, second = facts.current.identities
+    assert [(identity["tp_rank"], identity["tp_size"]) for identity in (first, second)] == [(0, 2), (1, 2)]
+    assert (first["worker"], first["pid"] != second["pid"]) == ("EAGLEWorker", True)
+    process = {"tp_rank", "pid", "start_ticks"}
+    assert {name for name in first if first[name] != second[name]} == process
+    found = verdict.judge_log(facts, "log")
+    assert (found.verdict, found.worker) == ("unknown", "EAGLEWorker")
+    assert {link.state for link in found.links} == {"consistent"}
+
+
+def test_log_of_two_ranks_with_the_line_of_one_lost() -> None:
+    lines = (DATA / "0.5.12.post1-cpu-two-ranks.log").read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if b"TP1] spec_gate identity" not in line]
+    assert len(kept) == len(lines) - 1
+    found = verdict.judge_log(parse_bytes(b"".join(kept)), "log")
+    assert found.verdict == "refuted"
+    assert "rank 1 of 2 did not say that it loaded the patched files" in found.reason
+
+
 def test_log_of_a_server_that_crashed_while_starting() -> None:
     facts = parse_bytes((DATA / "0.5.12.post1-cpu-two-ranks-crash.log").read_bytes())
     assert facts.current is not None

@@ -162,10 +162,35 @@ def test_documentation_shows_the_cases() -> None:
     assert table() in page, "replace the table by the output of: PYTHONPATH=. python tests/unit/verdict_cases.py"
 
 
+def real_evidence(host: str) -> Any:
+    """What `--save` wrote of a rehearsal host: rehearsal-4 served on one rank, rehearsal-1 on two."""
+    return {document["host"]: document for document in load(Path(__file__).parents[1] / "data/evidence")}[host]
+
+
 def test_real_evidence_of_a_rehearsal_host() -> None:
-    (evidence,) = load(Path(__file__).parents[1] / "data/evidence")
+    evidence = real_evidence("rehearsal-4")
     found = judge(evidence)
     assert (found.verdict, found.worker, found.notes) == ("proved", "EAGLEWorker", ()), found.reason
-    edited = copy.deepcopy(evidence)
-    edited["interpreter"]["modules"]["sglang.srt.speculative.eagle_worker"]["sha256"] = "0"  # type: ignore[index]
-    assert judge(edited).verdict == "refuted"
+    evidence["interpreter"]["modules"]["sglang.srt.speculative.eagle_worker"]["sha256"] = "0"
+    assert judge(evidence).verdict == "refuted"
+
+
+def test_real_evidence_of_two_ranks() -> None:
+    found = judge(real_evidence("rehearsal-1"))
+    assert (found.verdict, found.worker, found.notes) == ("proved", "EAGLEWorker", ()), found.reason
+    assert found.reason.startswith("all 2 ranks run the patched EAGLEWorker")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_real_evidence_of_two_ranks_one_of_which_loaded_other_code(rank: int) -> None:
+    evidence = real_evidence("rehearsal-1")
+    (identity,) = (
+        entry["document"]["identity"]
+        for entry in evidence["rank_files"]
+        if entry["document"]["identity"]["tp_rank"] == rank
+    )
+    (loaded,) = (entry for entry in identity["modules"] if entry["module"] == identity["worker_module"])
+    loaded["code_sha256"] = "0" * 64
+    found = judge(evidence)
+    assert found.verdict == "refuted"
+    assert f"eagle_worker.py was changed after rank {rank} had loaded it" in found.reason

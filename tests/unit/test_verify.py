@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from fabric.main import make_program
-from verdict_cases import CASES, healthy
+from verdict_cases import CASES, healthy, in_file
 
 from diagnostics.connect import HostUnreachable
 from diagnostics.inventory import REPOSITORY, Host
-from diagnostics.proof import evidence, verify
+from diagnostics.proof import evidence, verdict, verify
 
 LOGS = REPOSITORY / "tests/data/logs"
 Run = Callable[..., tuple[int, str]]
@@ -158,3 +158,19 @@ def test_what_a_host_can_do_is_evidence_too(outcome: Any, words: str) -> None:
 def test_a_greeting_before_the_evidence_does_no_harm() -> None:
     answer = Result(0, "Welcome to gpu-1\n" + json.dumps({"schema": evidence.SCHEMA}) + "\n")
     assert evidence.gather(Broken(answer), host("gpu-1"), 5)["error"] is None  # type: ignore[arg-type]
+
+
+def test_ranks_that_are_alike_share_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    verify.show([verdict.judge(healthy(8))])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("proved loaded") == len(healthy()["manifest"]["files"])
+    assert "and 7 more" in shown
+
+
+def test_a_rank_that_differs_has_a_row_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    spoilt = healthy(8)
+    in_file(spoilt, rank=5)["modules"][0]["code_sha256"] = "another"
+    verify.show([verdict.judge(spoilt)])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "refuted loaded, rank 5" in shown
+    assert "and 6 more" in shown
