@@ -132,7 +132,11 @@ def test_any_mix_keeps_its_tokens_and_gives_back_its_slots(scheduler, prompts, r
         if case.sampling in GREEDY:
             expected = reference[case.prompt, case.length, case.sampling]
             given = len(output.token_ids)
-            assert output.token_ids == expected.token_ids[: given if aborted else case.tokens]
+            ids = expected.token_ids[: given if aborted else case.tokens]
+            if case.sampling == "grammar" and output.token_ids != ids:
+                # SGLang itself ends a grammar's output before the end token with speculation, and after it without.
+                assert ids.pop() in scheduler.model_config.hf_eos_token_id
+            assert output.token_ids == ids
             if case.logprob:
                 assert output.logprobs == pytest.approx(expected.logprobs[:given], abs=1e-4)
         else:
