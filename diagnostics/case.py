@@ -98,7 +98,7 @@ class Case:
     def manifest(self) -> tuple[Mapping[str, Any], str] | None:
         """The manifest of the claimed series and where it was read."""
         if self.evidence.get("manifest"):
-            return self.evidence["manifest"], "the release's manifest"
+            return self.evidence["manifest"], "the manifest beside the gate"
         for manifest in dicts(self.evidence.get("reference")):
             if self.deployment is None and manifest["sglang_version"] == self.version:
                 return manifest, "this checkout's manifest"

@@ -43,6 +43,7 @@ SECRET_ARGUMENT = re.compile(r"--(?:[a-z0-9-]*-)?(?:key|token|secret|password|cr
 TITLE = re.compile(r"sglang::scheduler(?P<ranks>(?:_[A-Z][A-Z_]*\d+)*)")
 TP_RANK = re.compile(r"_TP(\d+)")
 
+GATE_MODULE = "spec_gate.loaded"
 FILE_BYTES = 8 << 20  # the most that is read of a status file or of an answer
 LISTEN = "0A"  # a socket's state in /proc/net/tcp
 
@@ -144,7 +145,15 @@ def collect(request: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
         "gpu_owners": gpu_owners(problems),
     }
     modules = sorted({*request["modules"], *(file["module"] for file in (manifest or {}).get("files", []))})
-    document["interpreter"] = interpreter(main, modules, sources, request["timeout"], problems) if main else None
+    timeout = request["timeout"]
+    found = interpreter(main, [*modules, GATE_MODULE], sources, timeout, problems) if main else None
+    if main and found and manifest is None:
+        # Not deployed by this project: the claim is the series that lies beside the gate of that interpreter.
+        document["manifest"] = manifest = beside_gate(found, problems)
+        more = {file["module"] for file in (manifest or {}).get("files", [])} - set(modules)
+        if more:
+            found = interpreter(main, [*modules, *sorted(more), GATE_MODULE], sources, timeout, problems)
+    document["interpreter"] = found
     runtime = runtime_directory(main, deployment)
     document["rank_files"] = rank_files(runtime, main, problems)
     document["started_from"] = started_from(runtime, main, problems)
@@ -240,6 +249,15 @@ def read_manifest(release: dict[str, Any] | None, problems: Problems) -> dict[st
         return None
     folder = os.path.join(release["site_packages"], "spec_gate", "series", release["sglang_version"])
     return read_json(os.path.join(folder, "manifest.json"), problems)
+
+
+def beside_gate(found: dict[str, Any], problems: Problems) -> dict[str, Any] | None:
+    """The manifest in the gate's package that the serving interpreter finds, if it finds one."""
+    gate = found["modules"].get(GATE_MODULE, {}).get("file")
+    if gate is None or found["sglang_version"] is None:
+        return None
+    path = os.path.join(os.path.dirname(gate), "series", found["sglang_version"], "manifest.json")
+    return read_json(path, problems, missing_is_problem=False)
 
 
 # Processes
