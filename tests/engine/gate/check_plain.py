@@ -133,12 +133,13 @@ def test_any_mix_keeps_its_tokens_and_gives_back_its_slots(scheduler, prompts, r
             expected = reference[case.prompt, case.length, case.sampling]
             given = len(output.token_ids)
             ids = expected.token_ids[: given if aborted else case.tokens]
-            if case.sampling != "plain" and given != len(ids):
+            if case.sampling != "plain":
                 # SGLang's own: with speculation a grammar's output ends before the end token, and EAGLEWorkerV2 keeps
-                # tokens behind an end that its last step reaches together with the length limit.
-                assert given == len(ids) - 1 or output.finished["type"] == "length"
+                # what its last step accepted behind the end.
+                assert given >= len(ids) - 1
                 given = min(given, len(ids))
             assert output.token_ids[:given] == ids[:given]
+            assert case.sampling != "plain" or given == len(ids)
             if case.logprob:
                 assert output.logprobs[:given] == pytest.approx(expected.logprobs[:given], abs=1e-4)
         else:
