@@ -5,9 +5,12 @@ threshold ?= 5
 
 COMPILE := $(CURDIR)/.venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--custom-compile-command "make lock"
-# What SGLang names as needed but a host without a GPU cannot use: 2 GB of kernels.
+# What SGLang names as needed but a host without a GPU cannot use: 3 GB of kernels and CUDA libraries. The rest of the
+# CUDA libraries has to stay, because torch links them.
 GPU_ONLY := sglang-kernel flashinfer-cubin flashinfer-python sgl-deep-gemm cuda-tile nvidia-cutlass-dsl \
-	nvidia-cutlass-dsl-libs-base nvidia-cutlass-dsl-libs-cu13 torchao torchcodec torch-memory-saver
+	nvidia-cutlass-dsl-libs-base nvidia-cutlass-dsl-libs-cu13 torchao torchcodec torch-memory-saver flash-attn-4 \
+	quack-kernels tokenspeed-mla tokenspeed-triton tilelang z3-solver torch-c-dlpack-ext nvidia-cudnn-frontend \
+	cuda-python cuda-core cuda-bindings cuda-pathfinder nvidia-cusolver nvidia-cuda-nvrtc nvidia-nvtx
 
 .DEFAULT_GOAL := help
 .PHONY: help deploy test setup lint unit model host-up host-down lock clean

@@ -25,7 +25,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from diagnostics import logs  # noqa: E402 - found by the line above
+from diagnostics.proof import logs  # noqa: E402 - found by the line above
 
 GIGABYTE = 1_000_000_000
 BLOCK_BYTES = 64_000_000
@@ -81,7 +81,9 @@ def grep(path: Path) -> tuple[float, float]:
 
 def parser(path: Path) -> tuple[float, float]:
     """Wall and CPU seconds of the parser, in a process of its own."""
-    program = f"from diagnostics import logs; print(logs.parse(logs.open_log({str(path)!r})).current.transitions > 0)"
+    program = (
+        f"from diagnostics.proof import logs; print(logs.parse(logs.open_log({str(path)!r})).current.transitions > 0)"
+    )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
     answer = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, check=True)

@@ -18,7 +18,7 @@ import fabric
 from invoke.exceptions import Exit
 
 from diagnostics import prompts as prompt_files
-from diagnostics import render, verdict, verify
+from diagnostics import render
 from diagnostics.connect import connect, tunnel
 from diagnostics.deployment import read_deployment
 from diagnostics.fanout import Entry, on_each
@@ -27,6 +27,7 @@ from diagnostics.journal import journal
 from diagnostics.load import Plan
 from diagnostics.load import load as run_load
 from diagnostics.options import integer, number
+from diagnostics.proof import verdict, verify
 from diagnostics.smoke import DEFAULT_ACCEPT_LENGTH_FLOOR
 from diagnostics.smoke import smoke as run_smoke
 from diagnostics.status import status as read_status

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from spec_gate import loaded
 
-from diagnostics import collector, evidence
-from diagnostics.collector import Problems, Process
+from diagnostics.proof import collector, evidence
+from diagnostics.proof.collector import Problems, Process
 
 WORKER = "sglang.srt.speculative.eagle_worker"
 SOURCES = {

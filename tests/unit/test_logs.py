@@ -16,8 +16,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diagnostics import logs, verdict
-from diagnostics.logs import LogFacts, Start, parse_bytes
+from diagnostics.proof import logs, verdict
+from diagnostics.proof.logs import LogFacts, Start, parse_bytes
 
 DATA = Path(__file__).parent.parent / "data" / "logs"
 IDENTITY = {

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from verdict_cases import CASES, SERIES, Case, healthy, table
 
-from diagnostics import verdict
-from diagnostics.chain import option_words
-from diagnostics.evidence import load, reference
-from diagnostics.verdict import Verdict, judge
-from diagnostics.worker import selected_worker
+from diagnostics.proof import verdict
+from diagnostics.proof.chain import option_words
+from diagnostics.proof.evidence import load, reference
+from diagnostics.proof.verdict import Verdict, judge
+from diagnostics.proof.worker import selected_worker
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])

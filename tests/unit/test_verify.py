@@ -12,9 +12,9 @@ import pytest
 from fabric.main import make_program
 from verdict_cases import CASES, healthy
 
-from diagnostics import evidence, verify
 from diagnostics.connect import HostUnreachable
 from diagnostics.inventory import REPOSITORY, Host
+from diagnostics.proof import evidence, verify
 
 LOGS = REPOSITORY / "tests/data/logs"
 Run = Callable[..., tuple[int, str]]

@@ -658,7 +658,7 @@ CASES = (
 
 def table() -> str:
     """The cases with their verdicts, as docs/verify-worker.md shows them."""
-    from diagnostics.verdict import judge
+    from diagnostics.proof.verdict import judge
 
     rows = ["| case | verdict | sentence |", "| --- | --- | --- |"]
     rows += [f"| {case.name} | {case.verdict} | {judge(case.evidence()).reason} |" for case in CASES]

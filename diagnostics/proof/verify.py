@@ -9,12 +9,12 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from diagnostics import evidence, logs, verdict
 from diagnostics.connect import HostUnreachable, connect
 from diagnostics.fanout import Entry, on_each
 from diagnostics.inventory import Host, UsageError
+from diagnostics.proof import evidence, logs, verdict
+from diagnostics.proof.verdict import Verdict
 from diagnostics.render import make_console
-from diagnostics.verdict import Verdict
 
 EXIT_STATUS = {"proved": 0, "refuted": 1, "unknown": 3}
 

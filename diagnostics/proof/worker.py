@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diagnostics.link import file_name, listed
+from diagnostics.proof.link import file_name, listed
 
 WORKER_MODULES = {
     "EAGLEWorker": "sglang.srt.speculative.eagle_worker",

@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from diagnostics.case import Case, is_same_process
-from diagnostics.link import Link, State, dicts, file_name, listed, text_of
-from diagnostics.log_chain import log_notes
-from diagnostics.logs import LogFacts
-from diagnostics.worker import WORKER_MODULES, selected_worker, wrong_file
+from diagnostics.proof.case import Case, is_same_process
+from diagnostics.proof.link import Link, State, dicts, file_name, listed, text_of
+from diagnostics.proof.log_chain import log_notes
+from diagnostics.proof.logs import LogFacts
+from diagnostics.proof.worker import WORKER_MODULES, selected_worker, wrong_file
 
 DEPLOYMENT_SCHEMA = "specgate.deployment/1"
 

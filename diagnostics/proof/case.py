@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-from diagnostics.link import dicts
-from diagnostics.logs import Start
-from diagnostics.worker import selected_worker
+from diagnostics.proof.link import dicts
+from diagnostics.proof.logs import Start
+from diagnostics.proof.worker import selected_worker
 
 IDENTITY_SCHEMA = "spec_gate.identity/1"
 

@@ -18,8 +18,8 @@ from typing import Any
 import fabric
 from invoke.exceptions import CommandTimedOut
 
-from diagnostics.collector import SCHEMA
 from diagnostics.inventory import REPOSITORY, Host
+from diagnostics.proof.collector import SCHEMA
 
 Evidence = Mapping[str, Any]
 """A document `specgate.evidence/1`. Of a host that could not be reached it has only `schema`, `host` and `error`."""
@@ -29,11 +29,12 @@ GATE = REPOSITORY / "files" / "spec_gate" / "spec_gate"
 _SHIPPED = ("logs", "collector")
 _PROGRAM = """\
 import sys, types
-sys.modules["diagnostics"] = types.ModuleType("diagnostics")
+package = types.ModuleType("diagnostics.proof")
+sys.modules.update({"diagnostics": types.ModuleType("diagnostics"), "diagnostics.proof": package})
 for name, text in SHIPPED.items():
-    module = types.ModuleType("diagnostics." + name)
+    module = types.ModuleType("diagnostics.proof." + name)
     sys.modules[module.__name__] = module
-    setattr(sys.modules["diagnostics"], name, module)
+    setattr(package, name, module)
     exec(compile(text, name + ".py", "exec"), module.__dict__)
 module.print_evidence(REQUEST, SOURCES)
 """

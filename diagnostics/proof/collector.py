@@ -26,7 +26,7 @@ import urllib.request
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from diagnostics import logs
+from diagnostics.proof import logs
 
 SCHEMA = "specgate.evidence/1"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from diagnostics.case import MOST_RANKS
-from diagnostics.link import Link, State, dicts, file_name, listed
-from diagnostics.logs import LogFacts, Start
-from diagnostics.worker import ONLY_V2_SINCE, selected_worker, wrong_file
+from diagnostics.proof.case import MOST_RANKS
+from diagnostics.proof.link import Link, State, dicts, file_name, listed
+from diagnostics.proof.logs import LogFacts, Start
+from diagnostics.proof.worker import ONLY_V2_SINCE, selected_worker, wrong_file
 
 
 def selected_in_log(start: Start) -> tuple[str | None, str]:

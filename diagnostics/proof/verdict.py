@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from diagnostics.case import Case
-from diagnostics.chain import CHAIN, notes
-from diagnostics.link import Link, listed, text_of
-from diagnostics.log_chain import log_links, log_notes, selected_in_log
-from diagnostics.logs import LogFacts
+from diagnostics.proof.case import Case
+from diagnostics.proof.chain import CHAIN, notes
+from diagnostics.proof.link import Link, listed, text_of
+from diagnostics.proof.log_chain import log_links, log_notes, selected_in_log
+from diagnostics.proof.logs import LogFacts
 
 SCHEMA = "specgate.verdict/1"
 

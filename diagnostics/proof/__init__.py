@@ -1,0 +1,1 @@
+"""Which code the serving processes run: evidence from the host, and the verdict on it."""
