@@ -15,7 +15,7 @@ WORKERS = {"EAGLEWorker": TREE, "EAGLEWorkerV2": CHAIN}
 
 
 class Run(NamedTuple):
-    """Outputs; per request its tokens, verify steps and correct drafts at each step; the draft's rows when last open."""
+    """Outputs; per request its tokens, verify steps and correct drafts at each step; the draft's rows while open."""
 
     outputs: list[Output]
     points: list[list[tuple[int, int, int]]]
@@ -61,7 +61,7 @@ def opened_at(points: list[tuple[int, int, int]]) -> int:
 
 def gains(points: list[tuple[int, int, int]], begin: int) -> int:
     """Tokens that a request gains beyond its first `begin` in the first VERIFY_STEPS verify steps after them."""
-    before = max(steps for tokens, steps, _ in points if tokens <= begin)
+    before = max((steps for tokens, steps, _ in points if tokens <= begin), default=0)  # 0: fresh, not seen before
     return next(tokens for tokens, steps, _ in points if steps == before + VERIFY_STEPS) - begin
 
 
