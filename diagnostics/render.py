@@ -182,7 +182,7 @@ def _lag_line(lag: Mapping[str, float] | None) -> str | None:
 
 
 def _accept_length(length: float | None) -> str | None:
-    return None if length is None else f"{length:.2f} (SGLang's mean since its start, closed steps included)"
+    return None if length is None else f"{length:.2f} (SGLang's mean over all verify steps since its start)"
 
 
 def status(entries: Sequence[Entry]) -> None:
