@@ -32,7 +32,7 @@ def ensure_environment() -> Path:
     with (cache / f"engine-{key}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not finished.exists():
-            machine.check_disk(cache, need=DISK)
+            machine.check_disk(cache, need=DISK, what="SGLang's environment", variable="XDG_CACHE_HOME")
             print(f"rehearsal: installing SGLang in {directory}: a minute or more, once", flush=True)
             started = time.monotonic()
             shutil.rmtree(directory, ignore_errors=True)

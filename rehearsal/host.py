@@ -67,7 +67,7 @@ class RehearsalDirectory:
             machine.install_tools()
             new = [host for host in down if not host.root.exists()]
             if new:
-                machine.check_disk(self.path, DISK * len(new))
+                machine.check_disk(self.path, DISK * len(new), "a new rehearsal host", "SPECGATE_REHEARSAL_DIR")
                 tar = image.ensure()
                 for host in new:
                     host.unpack(tar)

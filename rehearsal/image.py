@@ -60,7 +60,7 @@ def ensure() -> Path:
     with (cache / "image.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not image.exists():
-            machine.check_disk(cache, need=2)
+            machine.check_disk(cache, need=2, what="the hosts' image", variable="XDG_CACHE_HOME")
             print(f"rehearsal: making the image {image}: about a minute, once", flush=True)
             started = time.monotonic()
             build(image, suite, deb_lines, options)

@@ -61,13 +61,13 @@ def check_memory(need: float) -> None:
         )
 
 
-def check_disk(path: Path, need: float) -> None:
-    """Refuse a file system with fewer than `need` GiB free below `path`."""
+def check_disk(path: Path, need: float, what: str, variable: str) -> None:
+    """Refuse a file system with fewer than `need` GiB free below `path`, for `what`; `variable` names another place."""
     free = shutil.disk_usage(path).free / GIB
     if free < need:
         raise Unsuitable(
-            f"a new rehearsal host needs {need:g} GiB of disk; {path} has {free:.1f} GiB free. Free some, or set "
-            f"SPECGATE_REHEARSAL_DIR to a folder on a larger file system."
+            f"{what} needs {need:g} GiB of disk; {path} has {free:.1f} GiB free. Free some, or set "
+            f"{variable} to a folder on a larger file system."
         )
 
 

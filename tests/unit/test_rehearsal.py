@@ -34,8 +34,8 @@ def test_names_on_this_machine_fit_and_differ_between_checkouts(tmp_path):
     [
         (lambda: machine.check_memory(need=10**6), r"needs 1e\+06 GiB of memory; .* are available"),
         (
-            lambda: machine.check_disk(Path("/"), need=10**6),
-            r"needs 1e\+06 GiB of disk; / has .*_REHEARSAL_DIR",
+            lambda: machine.check_disk(Path("/"), 10**6, "a thing", "A_DIR"),
+            r"a thing needs 1e\+06 GiB of disk; / has .* set A_DIR",
         ),
     ],
 )
@@ -46,9 +46,9 @@ def test_too_small_a_machine_is_refused(check, message):
 
 def test_disk_that_is_just_large_enough(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=10 * GIB))
-    machine.check_disk(Path("/"), need=10)
+    machine.check_disk(Path("/"), 10, "a thing", "A_DIR")
     with pytest.raises(machine.Unsuitable):
-        machine.check_disk(Path("/"), need=10.1)
+        machine.check_disk(Path("/"), 10.1, "a thing", "A_DIR")
 
 
 def test_another_processor_is_refused(monkeypatch):
