@@ -1,4 +1,8 @@
-"""What deploy.yml refuses before it speaks to any host; the host of these inventories cannot be reached."""
+"""What deploy.yml refuses, and what it does with all hosts when one of them failed.
+
+Most is refused before it speaks to any host: the host of those inventories cannot be reached. The rest runs the
+playbooks' own tasks on this machine, with nothing but the activation left out.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,26 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "gpu-1 ansible_ssh_executable=/bin/false"
 
 
-def deploy(tmp_path: Path, *arguments: str, hosts: str = HOST, variables: str = "threshold=5") -> tuple[int, str]:
+LOCAL = "ansible_connection=local ansible_python_interpreter='{{ ansible_playbook_python }}'"
+
+
+def deploy(
+    tmp_path: Path,
+    *arguments: str,
+    hosts: str = HOST,
+    variables: str = "threshold=5",
+    playbook: str | Path = "deploy.yml",
+) -> tuple[int, str]:
     inventory = tmp_path / "inventory.ini"
     inventory.write_text(f"[sglang_hosts]\n{hosts}\n[all:vars]\n{variables}\n")
     done = subprocess.run(
-        [Path(sys.executable).with_name("ansible-playbook"), "-i", inventory, "deploy.yml", *arguments],
+        [Path(sys.executable).with_name("ansible-playbook"), "-i", inventory, playbook, *arguments],
         cwd=ROOT,
         env=os.environ | {"ANSIBLE_NOCOLOR": "1", "COLUMNS": "1000"},
         capture_output=True,
@@ -84,3 +98,64 @@ def test_a_play_without_hosts_is_an_error(tmp_path: Path, hosts: str, arguments:
     status, output = deploy(tmp_path, *arguments, hosts=hosts)
     assert status != 0
     assert "matched no host" in output or "leaves us with no hosts to target" in output
+
+
+def local_play(tmp_path: Path, tasks: list[dict]) -> Path:
+    """A playbook of `tasks` that finds the files of playbooks/, to run on this machine without root."""
+    for name in ("tasks", "templates"):
+        (tmp_path / name).symlink_to(ROOT / "playbooks" / name)
+    play = {"hosts": "sglang_hosts", "gather_facts": False, "any_errors_fatal": True, "tasks": tasks}
+    playbook = tmp_path / "playbook.yml"
+    playbook.write_text(yaml.safe_dump([play], sort_keys=False))
+    return playbook
+
+
+def test_when_one_host_fails_each_host_goes_back(tmp_path: Path) -> None:
+    """The rescue of deploy.yml itself; of the role service only the activation is replaced, by one that may fail."""
+    rescue = next(
+        task["rescue"]
+        for task in yaml.safe_load((ROOT / "playbooks/deploy.yml").read_text())[0]["tasks"]
+        if "rescue" in task
+    )
+    role = tmp_path / "roles/service/tasks"
+    role.mkdir(parents=True)
+    touch = "ansible.builtin.file: {path: '{{ playbook_dir }}/{{ inventory_hostname }}.%s', state: touch}\n"
+    (role / "activate.yml").write_text(
+        "- ansible.builtin.fail: {msg: no answer}\n  when: inventory_hostname == 'stuck'\n"
+        "- ansible.builtin.set_fact: {service_switched: false}\n"
+        "- " + touch % "{{ service_deployment_id }}"
+    )
+    (role / "stop.yml").write_text("- " + touch % "stopped")
+    stage = {
+        "name": "Smoke-test",
+        "ansible.builtin.fail": {"msg": "no tokens"},
+        "when": "inventory_hostname == 'broken'",
+    }
+    hosts = "\n".join(
+        f"{name} {LOCAL} service_name=sglang {state}"
+        for name, state in {
+            "broken": "service_switched=True service_former_id=f1",
+            "healthy": "service_switched=True service_former_id=f2",
+            "stuck": "service_switched=True service_former_id=f3",
+            "first": "service_switched=True service_former_id=''",
+            "idle": "service_switched=False service_former_id=f5",
+        }.items()
+    )
+    playbook = local_play(tmp_path, [{"name": "Prove it", "block": [stage], "rescue": rescue}])
+    status, output = deploy(tmp_path, hosts=hosts, playbook=playbook)
+    assert status != 0
+    assert {path.name for path in tmp_path.glob("*.*")} - {"inventory.ini", "playbook.yml"} == {
+        "broken.f1",
+        "healthy.f2",
+        "first.stopped",
+    }
+    elsewhere = "The deploy failed on another host, so this one does not keep it either."
+    for name, message in {
+        "broken": "Smoke-test: no tokens The former deployment f1 was activated again and is ready.",
+        "healthy": f"{elsewhere} The former deployment f2 was activated again and is ready.",
+        "stuck": f"{elsewhere} GOING BACK FAILED TOO, nothing serves: the former deployment f3 did not become ready. "
+        "no answer",
+        "first": f"{elsewhere} There was no former deployment to go back to, so the service was stopped;",
+        "idle": f"{elsewhere} This run had switched nothing, so there was nothing to go back to",
+    }.items():
+        assert f"fatal: [{name}]: FAILED! => changed: false msg: |- {message}" in output, output
