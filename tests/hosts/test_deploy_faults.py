@@ -128,8 +128,11 @@ def test_a_server_that_dies_at_start_is_rolled_back_and_the_old_one_serves_meanw
     before = target.state()
     watch = "while sleep 1; do systemctl show --property=MainPID --value sglang; done"
     with changed(target, f"systemd-run --unit=watch --collect sh -c '{watch}'", "systemctl stop watch"):
+        # Its port is not the former one's, which must be waited for on its own.
         done = target.deploy(
-            service_server_arguments=target.server_arguments() | {"no-such-argument": True}, **OTHER_RELEASE
+            service_port=30010,
+            service_server_arguments=target.server_arguments() | {"no-such-argument": True},
+            **OTHER_RELEASE,
         )
         seen = target.sh("journalctl --unit=watch --output=cat").split()
     output = plain(done.stdout)
