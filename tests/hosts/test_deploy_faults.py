@@ -124,6 +124,15 @@ def test_a_release_that_serves_is_not_built_anew(target: Target, unharmed: State
     assert "would be deleted under the running server" in plain(done.stdout)
 
 
+def test_a_unit_that_systemd_refuses_is_refused_each_time(target: Target, unharmed: State) -> None:
+    shim = "/usr/local/bin/systemd-analyze"
+    with changed(target, f"printf '#!/bin/sh\\nexit 1\\n' >{shim} && chmod +x {shim}", f"rm {shim}"):
+        for _ in range(2):
+            done = target.deploy("--tags", "release,patch,service", threshold=7)
+            assert done.returncode != 0
+            assert "cmd: - systemd-analyze - verify" in plain(done.stdout)
+
+
 def test_a_server_that_dies_at_start_is_rolled_back_and_the_old_one_serves_meanwhile_and_again(target: Target) -> None:
     before = target.state()
     watch = "while sleep 1; do systemctl show --property=MainPID --value sglang; done"
