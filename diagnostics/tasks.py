@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import io
 import json as json_format
 import sys
 from collections.abc import Callable, Sequence
@@ -51,6 +52,8 @@ def diagnostic_task(schema: str, **help_texts: str) -> Callable[[Task], Task]:
     def decorate(function: Task) -> Task:
         @functools.wraps(function)
         def guarded(context: fabric.Connection, **options: Any) -> None:
+            if isinstance(sys.stdout, io.TextIOWrapper):  # a log or an answer may hold what no encoding can print
+                sys.stdout.reconfigure(errors="backslashreplace")
             try:
                 function(context, **options)
             except UsageError as error:

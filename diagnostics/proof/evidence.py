@@ -127,7 +127,7 @@ def load(folder: Path) -> list[Evidence]:
     for file in files:
         try:
             document = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise EvidenceError(f"{file} cannot be read: {error}") from error
         schema = document.get("schema") if isinstance(document, dict) else None
         if schema != SCHEMA or not isinstance(document.get("host"), str):

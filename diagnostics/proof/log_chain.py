@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from diagnostics.proof.case import MOST_RANKS
-from diagnostics.proof.link import Link, State, dicts, file_name, listed
+from diagnostics.proof.link import Link, State, file_name, listed
 from diagnostics.proof.logs import LogFacts, Start
 from diagnostics.proof.worker import ONLY_V2_SINCE, selected_worker, wrong_file
 
@@ -63,7 +63,7 @@ def _log_identity_links(
 ) -> Iterator[Link]:
     ranks = start.arguments.get("tp_size") if start.arguments_complete else None
     expected = set(range(ranks)) if isinstance(ranks, int) and 0 < ranks <= MOST_RANKS else set()
-    seen = {identity.get("tp_rank"): identity for identity in start.identities}
+    seen = {identity["tp_rank"]: identity for identity in start.identities}
     missing = sorted(expected - set(seen))
     if missing or not seen:
         who = "no rank" if not seen else f"rank {listed(missing)} of {ranks} did not say that it"
@@ -80,27 +80,25 @@ def _log_identity_links(
             reason = "the server had not finished starting when this log ended: give a later log"
         yield Link("identity", f"{ranks or 'every'} rank(s)", text, source, state, reason)
     else:
-        text = listed(f"rank {rank}: {identity.get('worker')}" for rank, identity in sorted(seen.items(), key=str))
+        text = listed(f"rank {rank}: {identity['worker']}" for rank, identity in sorted(seen.items()))
         yield Link("identity", f"{ranks or 'every'} rank(s)", text, source, "consistent")
-    threshold = {identity.get("threshold") for identity in seen.values()}
+    threshold = {identity["threshold"] for identity in seen.values()}
     if len(threshold) > 1:
         reason = f"the ranks disagree about the threshold ({listed(sorted(map(str, threshold)))}): restart the service"
         yield Link("threshold", "one value", listed(sorted(map(str, threshold))), source, "refuted", reason)
     series = {manifest["series"] for manifest in reference}
-    for rank, identity in sorted(seen.items(), key=str):
-        name, module = identity.get("worker"), identity.get("worker_module")
-        modules = {entry.get("module") for entry in dicts(identity.get("modules"))}
+    for rank, identity in sorted(seen.items()):
+        name, module = identity["worker"], identity["worker_module"]
+        modules = {entry["module"] for entry in identity["modules"] if "module" in entry}
         if chosen is not None and name != chosen:
             reason = f"rank {rank} says it runs {name}, the arguments select {chosen}: two servers' log, or forged"
-            yield Link("identity", chosen, str(name), source, "refuted", reason)
+            yield Link("identity", chosen, name, source, "refuted", reason)
         elif module not in modules:
-            reason = wrong_file(sorted(map(str, modules)), str(name), str(module), "")
-            yield Link(
-                "patch", str(module), listed(map(file_name, sorted(map(str, modules)))), source, "refuted", reason
-            )
-        elif series and identity.get("series") not in series:
-            reason = f"rank {rank} loaded series {identity.get('series')}, which this checkout does not ship"
-            yield Link("series", listed(sorted(series)), str(identity.get("series")), source, "unknown", reason)
+            reason = wrong_file(sorted(modules), name, module, "")
+            yield Link("patch", module, listed(map(file_name, sorted(modules))), source, "refuted", reason)
+        elif series and identity["series"] not in series:
+            reason = f"rank {rank} loaded series {identity['series']}, which this checkout does not ship"
+            yield Link("series", listed(sorted(series)), identity["series"], source, "unknown", reason)
 
 
 def log_notes(facts: LogFacts) -> Iterator[str]:

@@ -72,6 +72,19 @@ ARGUMENTS = frozenset(
 )
 """The server's arguments that the evidence keeps; others, API keys among them, are never copied."""
 
+IDENTITY_FIELDS: dict[str, tuple[type, ...]] = {
+    "schema": (str,),
+    "pid": (int,),
+    "start_ticks": (int,),
+    "tp_rank": (int,),
+    "tp_size": (int,),
+    "worker": (str,),
+    "worker_module": (str,),
+    "series": (str,),
+    "threshold": (int, type(None)),
+}
+"""What is kept of an identity line besides `modules`, by type: the rest may be as deep as its writer likes."""
+
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 1 << 20  # what is kept of a line without end; the arguments' line has about 12,000 bytes
 PREFIX_BYTES = 1 << 10  # the most that can stand before a message on its line
@@ -104,7 +117,8 @@ class Start:
 
     `arguments` holds those of ARGUMENTS that could be read; `arguments_complete` is False when the line was cut or
     torn. `speculation` is "v1" or "v2" as the server itself announced it, `speculation_line` that message.
-    `identities` are the ranks' identity objects, unverified. `stop_signals` are signals that the server logged.
+    `identities` are the ranks' identity objects, of the right types (IDENTITY_FIELDS) and otherwise unverified;
+    `torn_identities` counts the lines without such an object. `stop_signals` are signals that the server logged.
     """
 
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -187,7 +201,7 @@ def parse_arguments(text: str) -> tuple[dict[str, Any], str, bool]:
     """Read what follows `server_args=`: `ServerArgs(a=1, ...)` or `{'a': 1, ...}`.
 
     Returns the values of ARGUMENTS, the form ("call" or "dict"), and whether the closing bracket was found. Values
-    that are no Python literals are returned as text. A cut text gives the arguments up to the cut.
+    that are no string, number, truth value or None are returned as text. A cut text gives the arguments up to the cut.
     """
     if text.startswith("ServerArgs("):
         form, separator, body = "call", "=", text[len("ServerArgs(") :]
@@ -244,9 +258,12 @@ def _end_of_string(body: str, position: int, quote: str) -> int:
 
 def _literal(text: str) -> Any:
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        value = ast.literal_eval(text)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return text[:200]
+    # None of the arguments is a container, and Python refuses to print an integer of thousands of digits.
+    plain = value is None or isinstance(value, (str, float)) or (isinstance(value, int) and value.bit_length() < 64)
+    return value if plain else text[:200]
 
 
 def _zstd_error() -> type[Exception]:
@@ -279,7 +296,7 @@ class _Parser:
     def _reset(self, arguments: bytes, speculation: bytes) -> None:
         self._arguments = arguments
         self._speculation = speculation
-        self._identities: dict[tuple[Any, Any], dict[str, Any]] = {}
+        self._identities: dict[tuple[int, int], dict[str, Any]] = {}
         self._torn_identities = 0
         self._transitions = 0
         self._last_transitions: list[bytes] = []
@@ -327,7 +344,7 @@ class _Parser:
         for announcement, version in _SPECULATION:
             if self._speculation.startswith(announcement):
                 speculation = version
-        transitions = (_json_object(body) for body in self._last_transitions)
+        transitions = (_transition(body) for body in self._last_transitions)
         return Start(
             arguments=arguments,
             arguments_form=form,
@@ -397,11 +414,11 @@ class _Parser:
             self._seen_any = True
             self._last_start_end = line_end
         elif marker is IDENTITY_MARKER:
-            identity = _json_object(message[len(marker) - 1 :])
+            identity = _identity(message[len(marker) - 1 :])
             if identity is None:
                 self._torn_identities += 1
             else:
-                self._identities[identity.get("tp_rank"), identity.get("pid")] = identity
+                self._identities[identity["tp_rank"], identity["pid"]] = identity
                 while len(self._identities) > 256:  # no server has as many ranks: stay bounded
                     del self._identities[next(iter(self._identities))]
             self._seen_any = True
@@ -470,6 +487,29 @@ def _json_object(body: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
+
+
+def _identity(body: bytes) -> dict[str, Any] | None:
+    """The identity object at the start of `body`; None when it is cut or a field is missing or of another type."""
+    document = _json_object(body)
+    if document is None or not all(
+        name in document and type(document[name]) in types for name, types in IDENTITY_FIELDS.items()
+    ):
+        return None
+    modules = document.get("modules")
+    if not isinstance(modules, list) or not all(
+        isinstance(entry, dict) and all(isinstance(value, str) for value in entry.values()) for entry in modules
+    ):
+        return None
+    return {name: document[name] for name in (*IDENTITY_FIELDS, "modules")}
+
+
+def _transition(body: bytes) -> dict[str, Any] | None:
+    """The plain fields of the transition at the start of `body`; None when it is cut."""
+    document = _json_object(body)
+    if document is None:
+        return None
+    return {name: value for name, value in document.items() if not isinstance(value, (dict, list))}
 
 
 def _speculation(before: bytes) -> bytes:

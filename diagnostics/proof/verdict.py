@@ -65,10 +65,9 @@ def judge(evidence: Mapping[str, Any]) -> Verdict:
     host = evidence["host"]
     if evidence.get("error"):
         return Verdict(host, "unknown", f"the host could not be examined: {evidence['error']}")
-    case = Case(evidence)
     try:
-        return _judge(case)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return _judge(Case(evidence))
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         # What a service writes into its files and answers can have any shape.
         reason = f"the evidence is not of the expected shape ({type(error).__name__}: {error}): update this checkout"
         return Verdict(host, "unknown", reason)
@@ -104,7 +103,7 @@ def judge_log(facts: LogFacts, source: str, reference: Sequence[Mapping[str, Any
     links = tuple(log_links(facts, source, reference))
     worker = None
     if facts.current is not None:
-        worker = next((identity.get("worker") for identity in facts.current.identities), None)
+        worker = next((identity["worker"] for identity in facts.current.identities), None)
         worker = worker or selected_in_log(facts.current)[0]
     notes = tuple(log_notes(facts))
     for state in ("refuted", "unknown"):

@@ -408,7 +408,8 @@ def test_saved_evidence_is_what_was_gathered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"schema": "specgate.evidence/2", "host": "h"}', '{"schema": "specgate.evidence/1"}']
+    "text",
+    ["{", "[" * 100_000, "[]", '{"schema": "specgate.evidence/2", "host": "h"}', '{"schema": "specgate.evidence/1"}'],
 )
 def test_what_is_no_evidence_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(evidence.EvidenceError, match="holds no evidence"):

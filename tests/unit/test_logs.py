@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import io
 import json
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from diagnostics.proof import logs, verdict
@@ -197,6 +198,54 @@ def test_never_raises_and_never_invents(data: st.DataObject) -> None:
     if facts.current is not None:
         assert facts.current.identities == ()
         assert verdict.judge_log(facts, "log").verdict != "proved"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(field=st.sampled_from(sorted(IDENTITY)), value=JSON)
+@example(field="tp_rank", value=[1])
+@example(field="pid", value={})
+@example(field="threshold", value=[1])
+@example(field="modules", value=[{"module": []}])
+@example(field="modules", value=[{}])
+def test_an_identity_may_hold_anything(field: str, value: Any) -> None:
+    facts = parse_bytes(text(ARGUMENTS, identity_line(**{field: value}), READY))
+    found = verdict.judge_log(facts, "log")
+    assert facts.current is not None
+    assert len(facts.current.identities) + facts.current.torn_identities == 1
+    assert found.verdict in ("refuted", "unknown")
+    json.dumps([verdict.document([found]), dataclasses.asdict(facts)])
+
+
+@pytest.mark.parametrize("field", sorted(IDENTITY))
+def test_an_identity_without_a_field_is_torn(field: str) -> None:
+    line = "spec_gate identity " + json.dumps({name: IDENTITY[name] for name in IDENTITY if name != field})
+    assert start_of(text(ARGUMENTS, line)).torn_identities == 1
+
+
+DEEP = '{"a": ' * 450 + "1" + "}" * 450
+
+
+@pytest.mark.parametrize(
+    "value", ["{[]: 1}", "{1, 2}", "b'x'", "...", "1j", "0x" + "f" * 9000, "[" * 5000, "9" * 9000, "'\\ud800'"]
+)
+def test_an_argument_may_hold_anything(value: str) -> None:
+    for name in ("tp_size", "speculative_algorithm", "speculative_eagle_topk", "disable_overlap_schedule"):
+        facts = parse_bytes(text(f"server_args=ServerArgs({name}={value}, speculative_algorithm='EAGLE')", READY))
+        json.dumps([verdict.document([verdict.judge_log(facts, "log")]), dataclasses.asdict(facts)])
+
+
+def test_what_is_kept_of_a_line_is_not_deep() -> None:
+    more = identity_line()[:-1] + f', "policy": {DEEP}}}'
+    start = start_of(text(ARGUMENTS, more, READY, f'spec_gate transition {{"to": "closed", "more": {DEEP}}}'))
+    assert start.identities == (IDENTITY,)
+    assert start.last_transitions == ({"to": "closed"},)
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from verdict_cases import CASES, SERIES, Case, healthy, table
 
 from diagnostics.proof import verdict
@@ -75,6 +78,30 @@ def test_missing_details_never_raise_and_never_prove_by_absence() -> None:
             proofs.append(path)
     essential = {"code_sha256", "patched_sha256", "sha256", "source_code_sha256", "worker", "worker_module", "listener"}
     assert not [path for path in proofs if path[0] not in ("log", "reference") and path[-1] in essential]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+PLACES = [path for path in paths(healthy(2)) if path and path != ("host",)]
+
+
+@settings(max_examples=500, deadline=None)
+@given(path=st.sampled_from(PLACES), value=JSON)
+@example(path=("unit",), value=[1])
+@example(path=("server",), value="up")
+@example(path=("server", "info", "arguments", "node_rank"), value=float("inf"))
+def test_any_value_anywhere_gives_a_verdict(path: tuple[Any, ...], value: Any) -> None:
+    evidence: Any = copy.deepcopy(healthy(2))
+    parent = evidence
+    for key in path[:-1]:
+        parent = parent[key]
+    parent[path[-1]] = value
+    found = judge(evidence)
+    json.dumps(verdict.document([found]))
+    assert {type(text) for link in found.links for text in (link.claimed, link.seen, link.where)} <= {str}
 
 
 def test_wrong_sentence_names_both_files_and_the_way_out() -> None:

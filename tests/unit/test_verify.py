@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
     """Exit status and output of the command line, in this process: a fresh one takes seconds to start."""
 
     def command(*arguments: str) -> tuple[int, str]:
+        assert isinstance(sys.stdout, io.TextIOWrapper)
+        sys.stdout.reconfigure(errors="strict")  # as outside of pytest
         with pytest.raises(SystemExit) as end:
             make_program().run(["fab", "--search-root", str(REPOSITORY), "verify-worker", *arguments])
         return int(end.value.code or 0), capfd.readouterr().out
@@ -76,6 +80,31 @@ def test_log_alone(run: Run, name: str, status: int, worker: str | None) -> None
     found, output = run("--log", str(LOGS / name), "--json")
     document = json.loads(output)
     assert (found, document["schema"], document["worker"]) == (status, "specgate.verdict/1", worker)
+
+
+HOSTILE = {"tp_rank": [], "pid": 3}, {"threshold": [1]}, {"worker": "\ud800"}
+
+
+@pytest.mark.parametrize("changes", HOSTILE, ids=str)
+@pytest.mark.parametrize("options", [("--json",), ()])
+def test_a_hostile_identity_gives_a_verdict(
+    run: Run, tmp_path: Path, changes: dict[str, Any], options: tuple[str, ...]
+) -> None:
+    line = "spec_gate identity " + json.dumps(healthy()["rank_files"][0]["document"]["identity"] | changes)
+    (tmp_path / "log").write_text(line + "\n")
+    status, output = run("--log", str(tmp_path / "log"), *options)
+    assert status == 3
+    if options:
+        assert json.loads(output)["verdict"] == "unknown"
+    else:
+        assert output.startswith("UNKNOWN")
+
+
+@pytest.mark.parametrize("unit", [[1], "up"])
+def test_evidence_of_any_shape_gives_a_verdict(run: Run, tmp_path: Path, unit: Any) -> None:
+    evidence.save([healthy() | {"unit": unit}], tmp_path)
+    status, output = run("--evidence", str(tmp_path), "--json")
+    assert (status, json.loads(output)["verdict"]) == (3, "unknown")
 
 
 @pytest.mark.parametrize(
