@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HOST = "gpu-1 ansible_ssh_executable=/bin/false"
 
 
+ARGUMENTS = 'service_server_arguments={"model-path": "/m", "max-running-requests": 8}'
 LOCAL = "ansible_connection=local ansible_python_interpreter='{{ ansible_playbook_python }}'"
 
 
@@ -86,9 +87,28 @@ def test_a_misspelt_variable_of_a_role_in_the_inventory_is_refused(tmp_path: Pat
 
 def test_good_variables_are_followed_by_a_connection(tmp_path: Path) -> None:
     """Without this, the tests above could pass because nothing is accepted."""
-    status, output = deploy(tmp_path, "-e", "threshold=0")
+    status, output = deploy(tmp_path, "-e", "threshold=0", variables=ARGUMENTS)
     assert status != 0
     assert "Cannot become root on gpu-1" in output
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("{}", "service_server_arguments has nothing. It must name model-path and max-running-requests"),
+        ('{"model-path": "/m"}', "service_server_arguments has model-path. It must name model-path and"),
+        ('{"model-path": "/m", "max-running-requests": 8, "port": 1}', "port, speculative-disable-batch-threshold have"),
+        ('{"model-path": "/m", "max-running-requests": 8, "--tp-size": 1}', "written without leading dashes"),
+        ('{"model-path": "/m", "max-running-requests": 8, "api-key": "k"}', "service_server_arguments has api-key."),
+        ('{"model-path": "/m", "max-running-requests": 8, "admin-api-key": "k"}', "has admin-api-key."),
+    ],
+)
+def test_wrong_arguments_of_the_server_are_refused(tmp_path: Path, given: str, reason: str) -> None:
+    status, output = deploy(tmp_path, variables=f"threshold=5\nservice_server_arguments={given}")
+    assert status != 0
+    assert reason in output
+    assert "Nothing was touched" in output
+    assert "Cannot become root" not in output
 
 
 @pytest.mark.parametrize(
