@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import fabric
 import paramiko
@@ -161,13 +162,26 @@ def _apply_alias(client: paramiko.SSHClient, settings: SshSettings) -> None:
         client._system_host_keys.add(settings.key_name, kind, key)
 
 
-def execute(connection: fabric.Connection, command: str, timeout: float) -> fabric.Result:
-    """Run *command* on the host, quietly; its status is in the result.
+class Output(Protocol):
+    """Takes text as it comes."""
 
-    Raises HostUnreachable when it has not ended after *timeout* seconds or the connection broke.
+    def write(self, text: str, /) -> object:
+        """Take *text*."""
+
+    def flush(self) -> object:
+        """Called after each write."""
+
+
+def execute(
+    connection: fabric.Connection, command: str, timeout: float | None, output: Output | None = None
+) -> fabric.Result:
+    """Run *command* on the host; its status is in the result, and its standard output too, or in *output* as it comes.
+
+    Raises HostUnreachable when it has not ended after *timeout* seconds (None: no limit) or the connection broke.
     """
+    shown = "stderr" if output is not None else True
     try:
-        return connection.run(command, hide=True, warn=True, in_stream=False, timeout=timeout)
+        return connection.run(command, hide=shown, warn=True, in_stream=False, out_stream=output, timeout=timeout)
     except CommandTimedOut as error:
         raise HostUnreachable(f"{command!r} did not end within {timeout:g} s") from error
     except (paramiko.SSHException, OSError, EOFError, ThreadException) as error:

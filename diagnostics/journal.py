@@ -5,9 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 
-import fabric
-from invoke.exceptions import CommandTimedOut
-
 from diagnostics.connect import HostUnreachable, connect, execute
 from diagnostics.inventory import Host
 
@@ -50,16 +47,7 @@ def journal(
             command.append("--follow")
         # The first match is what the unit's processes wrote, the second what systemd wrote about the unit.
         command += [f"_SYSTEMD_INVOCATION_ID={identifier}", "+", f"INVOCATION_ID={identifier}"]
-        _stream(connection, shlex.join(command), on_line, None if follow else timeout)
-
-
-def _stream(connection: fabric.Connection, command: str, on_line: Callable[[str], None], timeout: float | None) -> None:
-    try:
-        answer = connection.run(
-            command, hide="stderr", warn=True, in_stream=False, out_stream=_Lines(on_line), timeout=timeout
-        )
-    except CommandTimedOut as error:
-        raise HostUnreachable(f"journalctl did not end within {timeout:g} s") from error
-    # journalctl ends with 1 and no message when --grep matches nothing.
-    if not answer.ok and answer.stderr.strip():
-        raise HostUnreachable(f"the journal cannot be read: {answer.stderr.strip()}")
+        answer = execute(connection, shlex.join(command), None if follow else timeout, _Lines(on_line))
+        # journalctl ends with 1 and no message when --grep matches nothing.
+        if not answer.ok and answer.stderr.strip():
+            raise HostUnreachable(f"the journal cannot be read: {answer.stderr.strip()}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,9 +53,18 @@ class ServerInfo:
     gate: Gate | None
 
 
+@contextlib.contextmanager
+def _fields_of(path: str) -> Iterator[None]:
+    """Turn what goes wrong in taking the answer of *path* apart into a ServerError."""
+    try:
+        yield
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+        raise ServerError(f"{path} has an unexpected form ({type(error).__name__}: {error})") from error
+
+
 def parse_server_info(document: Mapping[str, Any]) -> ServerInfo:
     """Raises ServerError when a field that is needed is missing or of the wrong kind."""
-    try:
+    with _fields_of("/server_info"):
         states = document["internal_states"]
         gates = [state["spec_gate"] for state in states if state.get("spec_gate")]
         lengths = [state["avg_spec_accept_length"] for state in states if "avg_spec_accept_length" in state]
@@ -65,8 +75,6 @@ def parse_server_info(document: Mapping[str, Any]) -> ServerInfo:
             accept_length=sum(lengths) / len(lengths) if lengths else None,
             gate=_gate(gates) if gates else None,
         )
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ServerError(f"/server_info has an unexpected form ({type(error).__name__}: {error})") from error
 
 
 def _gate(gates: list[Mapping[str, Any]]) -> Gate:
@@ -124,16 +132,22 @@ async def server_info(client: httpx.AsyncClient) -> ServerInfo:
 
 async def running_requests(client: httpx.AsyncClient) -> tuple[int, int]:
     """Return how many requests run and how many wait, over all replicas."""
-    loads = (await call(client, "GET", "/v1/loads?include=core"))["loads"]
-    return sum(load["num_running_reqs"] for load in loads), sum(load["num_waiting_reqs"] for load in loads)
+    answer = await call(client, "GET", "/v1/loads?include=core")
+    with _fields_of("/v1/loads"):
+        loads = answer["loads"]
+        return sum(load["num_running_reqs"] for load in loads), sum(load["num_waiting_reqs"] for load in loads)
 
 
 async def context_length(client: httpx.AsyncClient) -> int:
     """Return the longest prompt plus answer that the model takes, in tokens."""
-    return int((await call(client, "GET", "/v1/models"))["data"][0]["max_model_len"])
+    answer = await call(client, "GET", "/v1/models")
+    with _fields_of("/v1/models"):
+        return int(answer["data"][0]["max_model_len"])
 
 
 async def tokenise(client: httpx.AsyncClient, model: str, prompt: Prompt) -> list[int]:
     """Return the token ids of *prompt* under the model's chat template."""
     body = {"model": model, "messages": list(prompt.messages)}
-    return list((await call(client, "POST", "/v1/tokenize", body))["tokens"])
+    answer = await call(client, "POST", "/v1/tokenize", body)
+    with _fields_of("/v1/tokenize"):
+        return [int(token) for token in answer["tokens"]]

@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from diagnostics.connect import HostUnreachable, connect
+from diagnostics.connect import connect
 from diagnostics.fanout import Entry, on_each
 from diagnostics.inventory import Host, UsageError
 from diagnostics.proof import evidence, logs, verdict
@@ -35,13 +35,13 @@ def from_hosts(hosts: Sequence[Host], timeout: float, save: Path | None = None) 
             raise UsageError(f"--save {save} cannot be written ({error.strerror}); give a folder") from error
 
     def work(host: Host) -> Entry:
-        try:
-            with connect(host, timeout) as connection:
-                return {"evidence": evidence.gather(connection, host, timeout)}
-        except HostUnreachable as error:
-            return {"evidence": evidence.unreachable(host.name, str(error))}
+        with connect(host, timeout) as connection:
+            return {"evidence": evidence.gather(connection, host, timeout)}
 
-    documents = [entry["evidence"] for entry in on_each(hosts, work)]
+    documents = [
+        entry.get("evidence") or evidence.unreachable(entry["host"], "; ".join(entry["reasons"]))
+        for entry in on_each(hosts, work)
+    ]
     if save is not None:
         evidence.save(documents, save)
     return [verdict.judge(document) for document in documents]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from chat_server import ChatServer, listening, prompt, server_info
 
 from diagnostics import smoke as smoke_module
+from diagnostics.server import ServerError, context_length, running_requests, tokenise
 from diagnostics.smoke import smoke
 
 
@@ -88,3 +91,32 @@ def test_a_server_info_of_another_form_fails(tmp_path: Path) -> None:
     document = run(tmp_path, ChatServer({"version": "9"}))
     assert document["ok"] is False
     assert document["reasons"][0].startswith("/server_info has an unexpected form")
+
+
+ODD = (
+    [],
+    {},
+    None,
+    5,
+    {"loads": [{}]},
+    {"loads": 5},
+    {"data": []},
+    {"data": [{}]},
+    {"tokens": None},
+    {"tokens": "abc"},
+)
+
+
+@pytest.mark.parametrize("answer", ODD, ids=str)
+def test_an_answer_of_another_form_is_a_server_error(answer: Any) -> None:
+    async def scenario() -> None:
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, text=json.dumps(answer)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            with pytest.raises(ServerError, match="/v1/loads has an unexpected form"):
+                await running_requests(client)
+            with pytest.raises(ServerError, match="/v1/models has an unexpected form"):
+                await context_length(client)
+            with pytest.raises(ServerError, match="/v1/tokenize has an unexpected form"):
+                await tokenise(client, "m", prompt("plain"))
+
+    asyncio.run(scenario())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 from chat_server import ChatServer, listening, prompt
 from fabric.main import make_program
+from invoke.exceptions import ThreadException
+from paramiko import SSHException
 
-from diagnostics import render
+from diagnostics import journal, render
 from diagnostics.connect import HostUnreachable
 from diagnostics.fanout import on_each
 from diagnostics.inventory import REPOSITORY, Host, UsageError
@@ -144,12 +147,45 @@ def test_a_host_that_fails_hides_no_other() -> None:
     ]
 
 
-def test_a_bug_is_no_result() -> None:
+def test_a_bug_on_one_host_is_its_failure_and_hides_no_other() -> None:
     def work(which: Host) -> dict[str, Any]:
-        raise KeyError("bug")
+        if which.name == "a":
+            raise KeyError("bug")
+        return {"ok": True, "reasons": []}
 
-    with pytest.raises(KeyError, match="bug"):
-        on_each([host("a")], work)
+    assert on_each([host("a"), host("b")], work) == [
+        {"host": "a", "ok": False, "reasons": ["unexpected KeyError: 'bug'"]},
+        {"host": "b", "ok": True, "reasons": []},
+    ]
+
+
+@dataclass
+class Said:
+    """What a fake connection answers to a command."""
+
+    stdout: str
+    ok: bool = True
+    stderr: str = ""
+
+
+@pytest.mark.parametrize("broken", [OSError("Socket is closed"), EOFError(), SSHException("gone"), ThreadException([])])
+def test_a_connection_that_breaks_while_the_journal_is_read(monkeypatch: pytest.MonkeyPatch, broken: Exception) -> None:
+    class Connection:
+        def run(self, command: str, out_stream: Any = None, **options: Any) -> Said:
+            if "journalctl" not in command:
+                return Said("4711\n")
+            out_stream.write("first\nsec")
+            raise broken
+
+    @contextlib.contextmanager
+    def connect(host: Host, timeout: float) -> Iterator[Any]:
+        yield Connection()
+
+    monkeypatch.setattr(journal, "connect", connect)
+    seen: list[str] = []
+    with pytest.raises(HostUnreachable, match="the connection broke during 'sudo -n journalctl"):
+        journal.journal(host("a"), seen.append, lines=5, pattern=None, follow=True, timeout=5)
+    assert seen == ["first"]
 
 
 @pytest.mark.parametrize("given", ["", " ", "1e3", "0x10", "none", "-1", "4"])

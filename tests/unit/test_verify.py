@@ -135,6 +135,8 @@ def test_one_host_hides_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     def connect(host: Host, timeout: float) -> Iterator[Any]:
         if host.name == "down":
             raise HostUnreachable("down: no route to host")
+        if host.name == "odd":
+            raise KeyError("port")
         yield host.name
 
     def gather(connection: str, host: Host, timeout: float) -> evidence.Evidence:
@@ -142,9 +144,11 @@ def test_one_host_hides_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
     monkeypatch.setattr(verify, "connect", connect)
     monkeypatch.setattr(evidence, "gather", gather)
-    found = verify.from_hosts([host("up"), host("down"), host("also-up")], 5, tmp_path / "kept")
-    assert [(one.host, one.verdict) for one in found] == [("up", "proved"), ("down", "unknown"), ("also-up", "proved")]
+    found = verify.from_hosts([host(name) for name in ("up", "down", "odd", "also-up")], 5, tmp_path / "kept")
+    assert [one.host for one in found] == ["up", "down", "odd", "also-up"]
+    assert [one.verdict for one in found] == ["proved", "unknown", "unknown", "proved"]
     assert "no route to host" in found[1].reason
+    assert "unexpected KeyError: 'port'" in found[2].reason
     assert {one.host: one.verdict for one in verify.from_folder(tmp_path / "kept")} == {
         one.host: one.verdict for one in found
     }
