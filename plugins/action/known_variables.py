@@ -1,4 +1,4 @@
-"""Refuses variables that no role documents; a misspelt one would otherwise be ignored without a word."""
+"""Refuses variables that would be ignored without a word: misspelt ones, and those that fab would not see."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ansible.utils.vars import load_extra_vars
 
 DOCUMENTATION = """
     name: known_variables
-    short_description: Refuses misspelt variables
+    short_description: Refuses misspelt and misplaced variables
     description:
       - Compares the extra variables (C(-e)) and those of the inventory that begin with a role's name with the
         options in the roles' C(meta/argument_specs.yml). Names that begin with C(ansible_) are Ansible's own.
@@ -22,6 +22,11 @@ DOCUMENTATION = """
       roles:
         description: Folder that holds the roles.
         required: true
+      inventory_only:
+        description: Names that are refused as extra variables, because C(fab) reads them from the inventory.
+        type: list
+        elements: str
+        default: []
 """
 
 
@@ -57,7 +62,7 @@ def refusal(unknown: dict[str, str | None], where: str) -> str:
 
 
 class ActionModule(ActionBase):  # type: ignore[misc]
-    _VALID_ARGS = frozenset({"roles"})
+    _VALID_ARGS = frozenset({"roles", "inventory_only"})
     _supports_check_mode = True
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -67,6 +72,12 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         problems = [
             refusal(unknown_variables(extra, documented, every=True), "on the command line (-e)"),
             refusal(unknown_variables(set(task_vars or {}) - set(extra), documented, every=False), "in the inventory"),
+            *(
+                f"'{name}' is given on the command line (-e), where `fab` does not see it and would look at what the "
+                "inventory names. Set it in the inventory."
+                for name in self._task.args.get("inventory_only", [])
+                if name in extra
+            ),
         ]
         if any(problems):
             raise AnsibleActionFail(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from deploy_target import ROOT, State, Target, eventually, plain
@@ -38,6 +39,12 @@ def unharmed(target: Target) -> Iterator[State]:
     assert target.is_healthy()
 
 
+def rooted_at(root: str, tmp_path: Path) -> list[str]:
+    """The rehearsal inventory with another folder for the releases; with -e it is refused, as fab would not see it."""
+    (tmp_path / "root.yml").write_text(json.dumps({"sglang_hosts": {"vars": {"release_root": root}}}))
+    return ["--inventory=inventory/rehearsal", f"--inventory={tmp_path / 'root.yml'}"]
+
+
 @contextmanager
 def changed(target: Target, change: str, undo: str) -> Iterator[None]:
     """A host on which `change` was run, until `undo`."""
@@ -58,9 +65,9 @@ def test_a_port_that_another_program_uses_is_refused(target: Target, unharmed: S
     assert "Nothing was touched" in plain(done.stdout)
 
 
-def test_a_disk_without_room_is_refused(target: Target, unharmed: State) -> None:
+def test_a_disk_without_room_is_refused(target: Target, unharmed: State, tmp_path: Path) -> None:
     with changed(target, "mkdir -p /mnt/small && mount -t tmpfs -o size=64M tmpfs /mnt/small", "umount /mnt/small"):
-        done = target.deploy(release_root="/mnt/small")
+        done = target.deploy(*rooted_at("/mnt/small", tmp_path))
         left = target.sh("ls -A /mnt/small")
     assert done.returncode != 0
     assert "MiB are free at /mnt/small; a new release needs 7000" in plain(done.stdout)
@@ -68,10 +75,10 @@ def test_a_disk_without_room_is_refused(target: Target, unharmed: State) -> None
 
 
 def test_a_disk_that_fills_up_during_the_build_fails_the_deploy_with_the_reason(
-    target: Target, unharmed: State
+    target: Target, unharmed: State, tmp_path: Path
 ) -> None:
     with changed(target, "mkdir -p /mnt/small && mount -t tmpfs -o size=200M tmpfs /mnt/small", "umount /mnt/small"):
-        done = target.deploy(release_root="/mnt/small", release_disk_mb=1)
+        done = target.deploy(*rooted_at("/mnt/small", tmp_path), release_disk_mb=1)
         sealed = target.sh("ls /mnt/small/releases/*/release.json 2>/dev/null || true")
     assert done.returncode != 0
     assert "could not install the packages" in plain(done.stdout)
@@ -80,10 +87,12 @@ def test_a_disk_that_fills_up_during_the_build_fails_the_deploy_with_the_reason(
     assert sealed == ""
 
 
-def test_without_network_a_new_release_fails_with_the_reason(target: Target, unharmed: State) -> None:
+def test_without_network_a_new_release_fails_with_the_reason(
+    target: Target, unharmed: State, tmp_path: Path
+) -> None:
     route = target.sh("ip route show default")
     with changed(target, "ip route delete default", f"ip route add {route}; rm -rf /opt/elsewhere"):
-        done = target.deploy(release_root="/opt/elsewhere")
+        done = target.deploy(*rooted_at("/opt/elsewhere", tmp_path))
     assert done.returncode != 0
     assert "could not install uv into /opt/elsewhere/tools. That needs a package index" in plain(done.stdout)
 

@@ -111,6 +111,17 @@ def test_wrong_arguments_of_the_server_are_refused(tmp_path: Path, given: str, r
     assert "Cannot become root" not in output
 
 
+@pytest.mark.parametrize("name", ["release_root", "service_name"])
+@pytest.mark.parametrize("playbook", ["deploy.yml", "playbooks/rollback.yml"])
+def test_what_fab_reads_from_the_inventory_is_refused_on_the_command_line(
+    tmp_path: Path, name: str, playbook: str
+) -> None:
+    status, output = deploy(tmp_path, "-e", f"{name}=/opt/other", playbook=playbook)
+    assert status != 0
+    assert f"'{name}' is given on the command line (-e), where `fab` does not see it" in output
+    assert "Set it in the inventory. Nothing was touched" in output
+
+
 @pytest.mark.parametrize(
     ("hosts", "arguments"), [("", ()), (HOST, ("--limit", "gpu-9")), (HOST, ("--limit", "localhost"))]
 )
