@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,11 +14,12 @@ from diagnostics.inventory import Host
 Entry = dict[str, Any]
 
 
-def on_each(hosts: Sequence[Host], work: Callable[[Host], Entry]) -> list[Entry]:
+def on_each(hosts: Sequence[Host], work: Callable[[Host], Entry], timeout: float = math.inf) -> list[Entry]:
     """Return one ``{"host", "ok", "reasons", ...}`` for each host, in order; an unreachable host is not ok.
 
-    Nor is one on which *work* raises anything else; the reason names its type. The threads are daemons, so that Ctrl-C
-    ends the program at once and not after the slowest host.
+    Nor is one on which *work* raises anything else; the reason names its type. Nor is one without a result after
+    *timeout* seconds; its work is left behind. The threads are daemons, so that the program ends at once,
+    on Ctrl-C too, and not after the slowest host.
     """
     entries: dict[str, Entry] = {}
 
@@ -32,6 +35,8 @@ def on_each(hosts: Sequence[Host], work: Callable[[Host], Entry]) -> list[Entry]
     threads = [threading.Thread(target=one, args=(host,), daemon=True) for host in hosts]
     for thread in threads:
         thread.start()
+    deadline = time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
     for thread in threads:
-        thread.join()
-    return [entries[host.name] for host in hosts]
+        thread.join(max(0.0, deadline - time.monotonic()))
+    late = {"ok": False, "reasons": [f"no result within {timeout:g} s"]}
+    return [entries.get(host.name) or {"host": host.name, **late} for host in hosts]

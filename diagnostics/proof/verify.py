@@ -23,7 +23,7 @@ EXIT_STATUS = {"proved": 0, "refuted": 1, "unknown": 3}
 
 
 def from_hosts(hosts: Sequence[Host], timeout: float, save: Path | None = None) -> list[Verdict]:
-    """Judge each host by fresh evidence; a host that cannot be reached within `timeout` seconds is unknown.
+    """Judge each host by fresh evidence; one that is not examined after `timeout` seconds is unknown.
 
     With `save`, the evidence is written there too, for judging later. Raises UsageError when that folder cannot be
     written.
@@ -40,7 +40,7 @@ def from_hosts(hosts: Sequence[Host], timeout: float, save: Path | None = None) 
 
     documents = [
         entry.get("evidence") or evidence.unreachable(entry["host"], "; ".join(entry["reasons"]))
-        for entry in on_each(hosts, work)
+        for entry in on_each(hosts, work, timeout)
     ]
     if save is not None:
         evidence.save(documents, save)

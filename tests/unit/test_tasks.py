@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,6 +158,23 @@ def test_a_bug_on_one_host_is_its_failure_and_hides_no_other() -> None:
         {"host": "a", "ok": False, "reasons": ["unexpected KeyError: 'bug'"]},
         {"host": "b", "ok": True, "reasons": []},
     ]
+
+
+def test_a_host_that_is_late_is_a_failure_and_is_not_waited_for() -> None:
+    never = threading.Event()
+
+    def work(which: Host) -> dict[str, Any]:
+        if which.name == "late":
+            never.wait()
+        return {"ok": True, "reasons": []}
+
+    try:
+        assert on_each([host("late"), host("a")], work, timeout=0.5) == [
+            {"host": "late", "ok": False, "reasons": ["no result within 0.5 s"]},
+            {"host": "a", "ok": True, "reasons": []},
+        ]
+    finally:
+        never.set()
 
 
 @dataclass

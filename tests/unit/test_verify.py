@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,23 @@ def test_one_host_hides_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert {one.host: one.verdict for one in verify.from_folder(tmp_path / "kept")} == {
         one.host: one.verdict for one in found
     }
+
+
+def test_the_timeout_covers_all_that_is_done_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+
+    @contextlib.contextmanager
+    def connect(host: Host, timeout: float) -> Iterator[Any]:
+        never.wait()
+        yield host.name
+
+    monkeypatch.setattr(verify, "connect", connect)
+    try:
+        (found,) = verify.from_hosts([host("slow")], 0.1)
+    finally:
+        never.set()
+    assert (found.host, found.verdict) == ("slow", "unknown")
+    assert "no result within 0.1 s" in found.reason
 
 
 class Broken:
