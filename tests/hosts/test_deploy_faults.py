@@ -87,9 +87,7 @@ def test_a_disk_that_fills_up_during_the_build_fails_the_deploy_with_the_reason(
     assert sealed == ""
 
 
-def test_without_network_a_new_release_fails_with_the_reason(
-    target: Target, unharmed: State, tmp_path: Path
-) -> None:
+def test_without_network_a_new_release_fails_with_the_reason(target: Target, unharmed: State, tmp_path: Path) -> None:
     route = target.sh("ip route show default")
     with changed(target, "ip route delete default", f"ip route add {route}; rm -rf /opt/elsewhere"):
         done = target.deploy(*rooted_at("/opt/elsewhere", tmp_path))

@@ -97,7 +97,10 @@ def test_good_variables_are_followed_by_a_connection(tmp_path: Path) -> None:
     [
         ("{}", "service_server_arguments has nothing. It must name model-path and max-running-requests"),
         ('{"model-path": "/m"}', "service_server_arguments has model-path. It must name model-path and"),
-        ('{"model-path": "/m", "max-running-requests": 8, "port": 1}', "port, speculative-disable-batch-threshold have"),
+        (
+            '{"model-path": "/m", "max-running-requests": 8, "port": 1}',
+            "port, speculative-disable-batch-threshold have",
+        ),
         ('{"model-path": "/m", "max-running-requests": 8, "--tp-size": 1}', "written without leading dashes"),
         ('{"model-path": "/m", "max-running-requests": 8, "api-key": "k"}', "service_server_arguments has api-key."),
         ('{"model-path": "/m", "max-running-requests": 8, "admin-api-key": "k"}', "has admin-api-key."),
@@ -190,3 +193,35 @@ def test_when_one_host_fails_each_host_goes_back(tmp_path: Path) -> None:
         "idle": f"{elsewhere} This run had switched nothing, so there was nothing to go back to",
     }.items():
         assert f"fatal: [{name}]: FAILED! => changed: false msg: |- {message}" in output, output
+
+
+@pytest.mark.parametrize(
+    ("listener", "refused"),
+    [("", False), ("LISTEN 0 128 127.0.0.1:30000 0.0.0.0:*", True)],
+)
+def test_a_listener_whose_process_is_not_visible_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listener: str, refused: bool
+) -> None:
+    """`ss` names no process where the listener is in another name space, or the kernel's own."""
+    program = tmp_path / "bin/ss"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\necho '{listener}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("ANSIBLE_ROLES_PATH", str(ROOT / "roles"))
+    task = {"ansible.builtin.include_role": {"name": "service", "tasks_from": "port"}}
+    status, output = deploy(tmp_path, hosts=f"gpu-1 {LOCAL}", playbook=local_play(tmp_path, [task]))
+    assert (status != 0) == refused
+    assert ("port 30000 is in use by a listener whose process is not visible" in output) == refused
+
+
+@pytest.mark.parametrize("deployed", [True, False])
+def test_the_summary_tells_the_threshold_only_of_a_deployment_of_this_run(tmp_path: Path, deployed: bool) -> None:
+    """With `--tags verify,summary` the variable need not be what serves."""
+    facts = "service_name=sglang service_address=127.0.0.1 service_port=30000"
+    facts += " service_deployment_id=d1 release_id=r1" if deployed else ""
+    task = {"ansible.builtin.include_tasks": "tasks/summary.yml"}
+    status, output = deploy(tmp_path, hosts=f"gpu-1 {LOCAL} {facts}", playbook=local_play(tmp_path, [task]))
+    assert status == 0
+    assert "gpu-1 serves on 127.0.0.1:30000" in output
+    assert ("closes at 5 running requests" in output) == deployed
