@@ -511,7 +511,11 @@ def _answers(case: Case) -> Iterator[Link]:
         return
     port, listener = case.server.get("port"), case.server.get("listener")
     claimed = f"port {port}"
-    if listener is None:
+    if port is None:
+        problem = _first_problem(case, "the server's address")
+        reason = f"{problem}: correct it and restart {case.unit_name}"
+        yield Link("answers", "a port", "none", "command line", "unknown", reason)
+    elif listener is None:
         reason = f"nobody listens on port {port}: the server is still loading or hangs; see fab logs"
         yield Link("answers", claimed, "nobody listens", "sockets", "unknown", reason)
     elif listener.get("inside") is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import http.client
 import json
 import os
 import re
@@ -159,11 +160,13 @@ def collect(request: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
     document["started_from"] = started_from(runtime, main, problems)
     document["log"] = read_log(unit, main, request["timeout"], problems)
     argv = main.argv if main is not None else []
-    address, port = endpoint(argv, deployment or {})
-    document["server"] = {"address": address, "port": port, "listener": None}
-    with problems.noted(f"the owner of port {port}"):
-        document["server"]["listener"] = listener(port, main.pid if main else None, members, processes)
-    document["server"].update(server_info(address, port, argv, request["timeout"]))
+    server: dict[str, Any] = {"address": None, "port": None, "listener": None, "info": None, "error": "not asked"}
+    document["server"] = server
+    with problems.noted("the server's address"):
+        server["address"], server["port"] = address, port = endpoint(argv, deployment or {})
+        with problems.noted(f"the owner of port {port}"):
+            server["listener"] = listener(port, main.pid if main else None, members, processes)
+        server.update(server_info(address, port, argv, request["timeout"]))
     # Read again: what has ended or was replaced meanwhile must not pass for one and the same state.
     after = read_unit(request["unit"], Problems())
     document["changed_meanwhile"] = after != unit or any(
@@ -606,14 +609,15 @@ def server_info(address: str, port: int, argv: list[str], timeout: float) -> dic
     key = option(argv, "--api-key") or option(argv, "--admin-api-key")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    host = f"[{address}]" if ":" in address else address
     for path in ("/server_info", "/get_server_info"):
-        request = urllib.request.Request(f"http://{address}:{port}{path}", headers=headers)
         try:
+            request = urllib.request.Request(f"http://{host}:{port}{path}", headers=headers)
             with opener.open(request, timeout=timeout) as answer:
                 document["info"] = shown_info(json_object(answer.read(FILE_BYTES)))
             document["error"] = None
             break
-        except (OSError, ValueError, urllib.error.URLError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:  # URLError is an OSError
             document["error"] = f"{path}: {error}"
             if not isinstance(error, urllib.error.HTTPError) or error.code != 404:
                 break
@@ -621,11 +625,15 @@ def server_info(address: str, port: int, argv: list[str], timeout: float) -> dic
 
 
 def endpoint(argv: list[str], deployment: dict[str, Any]) -> tuple[str, int]:
-    """Address and port of the server: as its command line says, else as the deployment claims, else SGLang's own."""
+    """Address and port of the server: as its command line says, else as the deployment claims, else SGLang's own.
+
+    Raises ValueError when the port is none.
+    """
     address = option(argv, "--host") or deployment.get("address") or "127.0.0.1"
-    if address in ("0.0.0.0", "::", "localhost"):
-        address = "127.0.0.1"
-    return address, int(option(argv, "--port") or deployment.get("port") or 30000)
+    port = str(option(argv, "--port") or deployment.get("port") or 30000)
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"{port!r} is not a port")
+    return {"0.0.0.0": "127.0.0.1", "localhost": "127.0.0.1", "::": "::1"}.get(address, address), int(port)
 
 
 def shown_info(info: dict[str, Any]) -> dict[str, Any]:

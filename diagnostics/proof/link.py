@@ -13,7 +13,8 @@ State = Literal["proved", "refuted", "unknown", "consistent", "not applicable"]
 class Link:
     """One link of the chain. Where it is refuted or unknown, `reason` says what is wrong and what to do, in a sentence.
 
-    "consistent" is the best that a link can be that rests on a log alone.
+    "consistent" is the best that a link can be that rests on a log alone. Raises TypeError for a text that is none: the
+    claims and sights come from documents that others wrote.
     """
 
     name: str
@@ -22,6 +23,11 @@ class Link:
     where: str
     state: State
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("claimed", "seen", "where"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} of {self.name!r} is {getattr(self, name)!r}, not a text")
 
 
 def dicts(value: Any) -> list[Mapping[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
@@ -324,6 +325,77 @@ def test_server_info_with_the_servers_own_key(answering: int) -> None:
     assert document["info"] == {"arguments": {"tp_size": 1}, "version": "0.5.12.post1", "gates": [{"a": 1}]}
     assert "hidden" not in json.dumps(document)
     assert "401" in collector.server_info("127.0.0.1", answering, [], 5)["error"]
+
+
+class Mumble(http.server.BaseHTTPRequestHandler):
+    """Speaks something other than HTTP."""
+
+    def handle(self) -> None:
+        self.wfile.write(b"SSH-2.0-none\r\n\r\n")
+
+
+class ServerV6(http.server.ThreadingHTTPServer):
+    address_family = socket.AF_INET6
+
+
+@contextlib.contextmanager
+def serving(server: http.server.HTTPServer) -> Iterator[int]:
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_server_info_over_ipv6() -> None:
+    asked: list[str | None] = []
+
+    class Noted(Answer):
+        def do_GET(self) -> None:
+            asked.append(self.headers["Host"])
+            super().do_GET()
+
+    try:
+        server = ServerV6(("::1", 0), Noted)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with serving(server) as port:
+        assert collector.server_info("::1", port, ["--api-key", "hidden"], 5)["info"]["version"] == "0.5.12.post1"
+    assert asked == [f"[::1]:{port}"]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "no host", "a:b"])
+def test_server_info_of_something_else_is_an_error(address: str) -> None:
+    with serving(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Mumble)) as port:
+        document = collector.server_info(address, port, [], 5)
+    assert document["info"] is None
+    assert document["error"].startswith("/server_info: ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "deployment", "found"),
+    [
+        ([], {}, ("127.0.0.1", 30000)),
+        ([], {"address": "10.0.0.1", "port": 31000}, ("10.0.0.1", 31000)),
+        (["--host", "0.0.0.0", "--port=32000"], {"port": 31000}, ("127.0.0.1", 32000)),
+        (["--host", "::"], {}, ("::1", 30000)),
+    ],
+)
+def test_endpoint(argv: list[str], deployment: dict[str, Any], found: tuple[str, int]) -> None:
+    assert collector.endpoint(argv, deployment) == found
+
+
+@pytest.mark.parametrize("port", ["http", "-1", "0", "65536", "1.5", [1]])
+def test_a_port_that_is_none_is_a_problem_and_ends_nothing(tmp_path: Path, port: Any) -> None:
+    deployment = {"unit": "none.service", "release_path": str(tmp_path), "port": port}
+    (tmp_path / "deployment.json").write_text(json.dumps(deployment))
+    path = str(tmp_path / "deployment.json")
+    document = collector.collect(
+        {"unit": "none.service", "deployment_path": path, "modules": [], "timeout": 1}, SOURCES
+    )
+    assert document["server"] == {"address": None, "port": None, "listener": None, "info": None, "error": "not asked"}
+    assert {"what": "the server's address", "why": f"{str(port)!r} is not a port"} in document["problems"]
 
 
 def test_who_listens(answering: int) -> None:

@@ -111,6 +111,7 @@ def test_logs_of_releases(
         ("0.5.12.post1-h200-v1.log", "EAGLEWorker"),
         ("0.5.12.post1-h200-v2.log", "EAGLEWorkerV2"),
         ("synthetic-0.5.9.log", "EAGLEWorker"),
+        ("synthetic-0.5.10.log", "EAGLEWorker"),
         ("synthetic-0.5.23.log", "EAGLEWorkerV2"),
     ],
 )

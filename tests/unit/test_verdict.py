@@ -91,6 +91,7 @@ PLACES = [path for path in paths(healthy(2)) if path and path != ("host",)]
 @settings(max_examples=500, deadline=None)
 @given(path=st.sampled_from(PLACES), value=JSON)
 @example(path=("unit",), value=[1])
+@example(path=("rank_files", 1, "file"), value=None)
 @example(path=("server",), value="up")
 @example(path=("server", "info", "arguments", "node_rank"), value=float("inf"))
 def test_any_value_anywhere_gives_a_verdict(path: tuple[Any, ...], value: Any) -> None:
@@ -110,6 +111,17 @@ def test_wrong_sentence_names_both_files_and_the_way_out() -> None:
         "the patch is in eagle_worker_v2.py, but these processes run EAGLEWorker from eagle_worker.py, because top-k 4 "
         "forces disable_overlap_schedule=True. Deploy with the v1 series or set top-k 1."
     )
+
+
+def test_a_server_without_a_port_is_unknown() -> None:
+    evidence = healthy()
+    evidence["server"] = {"address": None, "port": None, "listener": None, "info": None, "error": "not asked"}
+    evidence["problems"] = [{"what": "the server's address", "why": "'http' is not a port"}]
+    reasons = [link.reason for link in judge(evidence).links if link.name == "answers"]
+    assert reasons == [
+        "the server's address could not be examined: 'http' is not a port: correct it and restart sglang.service"
+    ]
+    assert judge(evidence).verdict == "unknown"
 
 
 def test_unreachable_host_is_unknown() -> None:
