@@ -91,6 +91,7 @@ PREFIX_BYTES = 1 << 10  # the most that can stand before a message on its line
 LOOK_BACK_BYTES = 1 << 18  # how far before the arguments' line its "Spec v1 is used ..." line is looked for
 KEPT = 8  # transitions and crash lines kept of each start; all are counted
 
+_LINE_END = re.compile(rb"[\r\n]")
 _ANSI = re.compile(rb"\x1b\[[0-9;?]{0,24}[A-Za-z]")
 _SGLANG_PREFIX = re.compile(
     rb"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d{1,6})?)((?: [A-Z][A-Z_]{1,9}\d{1,5}){0,6})\] "
@@ -391,8 +392,7 @@ class _Parser:
             if not _at_message_start(window[line_start:position], whole, marker):
                 self._imitations += 1
                 return position + len(marker)
-            line_end = _find(window, b"\n", position, end)
-            line_end = _find(window, b"\r", position, line_end)
+            line_end = _message_end(window, position, end)
             if marker is SIGNAL_MARKER:
                 position = window.rfind(b"SIG", low, position)
             message = _plain(window[position : min(line_end, position + LINE_BYTES)])
@@ -444,6 +444,12 @@ def _plain(text: bytes) -> bytes:
 def _find(window: bytes, what: bytes, start: int, end: int) -> int:
     position = window.find(what, start, end)
     return end if position < 0 else position
+
+
+def _message_end(window: bytes, start: int, end: int) -> int:
+    # One search for both: a line may hold many messages, and looking for its end from each would cost their square.
+    found = _LINE_END.search(window, start, end)
+    return found.start() if found else end
 
 
 def _at_message_start(before: bytes, whole: bool, marker: bytes) -> bool:

@@ -322,31 +322,51 @@ def test_forged_log_does_not_prove() -> None:
     assert "can be forged" in found.reason
 
 
-def test_hostile_lines_cost_no_more_than_others() -> None:
-    """Lines made of markers or of half-begun prefixes: the number of steps must not grow with their square."""
-    size = 1 << 20
-    hostile = [
-        b"spec_gate identity {" * (size // 20),
-        (b"\r" + PREFIX.encode() + b"spec_gate identity {") * (size // 43),
-        (b"\r" + PREFIX.encode() + b"server_args=ServerArgs(") * (size // 46),
-        b'{"log":"' + b"server_args=" * (size // 12),
-        b"[" * size + b"server_args=",
-        b"\x1b[3" * (size // 3) + b"server_args=",
-        b" SIG received. signum=" * (size // 22),
-        PREFIX.encode() + b"server_args=ServerArgs(" + b"(" * size,
-        PREFIX.encode() + b"server_args=ServerArgs(" + b"a=" * (size // 2),
-        PREFIX.encode() + b"spec_gate identity {" + b'"a":{' * (size // 5),
-    ]
+def bytes_looked_at(data: bytes, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How much of `data` the parser's steps go through, one after the other, while it reads it."""
+    looked_at = 0
 
-    def seconds(data: bytes) -> float:
-        started = time.process_time()
+    def counted(name: str, amount: Callable[..., int]) -> None:
+        step = getattr(logs, name)
+
+        def count(*arguments: Any) -> Any:
+            nonlocal looked_at
+            result = step(*arguments)
+            looked_at += amount(result, *arguments)
+            return result
+
+        patch.setattr(logs, name, count)
+
+    with monkeypatch.context() as patch:
+        counted("_find", lambda found, window, what, start, end: found - start)
+        counted("_message_end", lambda found, window, start, end: found - start)
+        counted("_at_message_start", lambda result, before, *rest: len(before))
+        counted("_end_of_string", lambda found, body, position, quote: (found if found >= 0 else len(body)) - position)
+        for name in ("_plain", "_wrapped", "_literal", "_json_object", "_speculation", "_exception"):
+            counted(name, lambda result, text, *rest: len(text))
         parse_bytes(data)
-        return time.process_time() - started
+    return looked_at
 
-    for line in hostile:
-        # A quadratic step would make four times the text cost sixteen times the time.
-        once = max(seconds(line + b"\n"), 0.02)
-        assert seconds((line + b"\n") * 4) < 10 * once, line[:40]
+
+HOSTILE: dict[str, Callable[[int], bytes]] = {
+    "identity markers": lambda size: b"spec_gate identity {" * (size // 20),
+    "begun identities": lambda size: (b"\r" + PREFIX.encode() + b"spec_gate identity {") * (size // 43),
+    "begun arguments": lambda size: (b"\r" + PREFIX.encode() + b"server_args=ServerArgs(") * (size // 46),
+    "markers in a wrapped line": lambda size: b'{"log":"' + b"server_args=" * (size // 12),
+    "brackets before a marker": lambda size: b"[" * size + b"server_args=",
+    "begun colours": lambda size: b"\x1b[3" * (size // 3) + b"server_args=",
+    "signals": lambda size: b" SIG received. signum=" * (size // 22),
+    "brackets in the arguments": lambda size: PREFIX.encode() + b"server_args=ServerArgs(" + b"(" * size,
+    "names in the arguments": lambda size: PREFIX.encode() + b"server_args=ServerArgs(" + b"a=" * (size // 2),
+    "quotes in the arguments": lambda size: PREFIX.encode() + b"server_args=ServerArgs(" + b"'a'" * (size // 3),
+    "a deep identity": lambda size: PREFIX.encode() + b"spec_gate identity {" + b'"a":{' * (size // 5),
+}
+
+
+@pytest.mark.parametrize("line", HOSTILE)
+def test_the_work_on_a_hostile_line_does_not_grow_with_its_square(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    once = bytes_looked_at(HOSTILE[line](1 << 16), monkeypatch)
+    assert 0 < bytes_looked_at(HOSTILE[line](1 << 18), monkeypatch) < 5 * once
 
 
 @pytest.mark.parametrize("at", [40, 60, 100])
