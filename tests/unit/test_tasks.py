@@ -118,6 +118,13 @@ def test_wrong_use_exits_with_2_and_says_what_is_allowed(
     assert message in document["error"]
 
 
+@pytest.mark.parametrize("task", [*TASKS, "verify-worker"])
+def test_an_option_that_does_not_exist_gives_no_document(fab: Fab, task: str) -> None:
+    answer = fab(task, "--tiemout", "5", "--json")
+    assert (answer.returncode, answer.stdout) == (1, "")  # Fabric's own status, which a task cannot change
+    assert "'--tiemout'" in answer.stderr
+
+
 def test_following_has_no_document(fab: Fab, closed: str) -> None:
     answer = fab("logs", "--follow", "--json", "--inventory", closed)
     assert answer.returncode == 2
