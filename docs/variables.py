@@ -8,8 +8,8 @@ ROLES = Path(__file__).resolve().parent.parent / "roles"
 
 HEAD = """# Variables
 
-Set them in the inventory or with `-e name=value`, which is stronger. A name that is not here is refused, with the
-nearest one that is. Written by `python docs/variables.py > docs/variables.md` from `roles/*/meta/argument_specs.yml`.
+Set them in the inventory or, but for those that say "only in the inventory", with `-e name=value`, which is stronger. A
+name that is not here is refused, with the nearest one that is. Written by `python docs/variables.py > docs/variables.md` from `roles/*/meta/argument_specs.yml`.
 """
 
 # What the playbooks hand from one role to the next; nobody sets them.
@@ -22,7 +22,6 @@ INTERNAL = {
     "spec_gate_release",
     "spec_gate_site_packages",
     "spec_gate_sealed",
-    "spec_gate_state",
 }
 
 
