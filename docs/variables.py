@@ -9,7 +9,8 @@ ROLES = Path(__file__).resolve().parent.parent / "roles"
 HEAD = """# Variables
 
 Set them in the inventory or, but for those that say "only in the inventory", with `-e name=value`, which is stronger. A
-name that is not here is refused, with the nearest one that is. Written by `python docs/variables.py > docs/variables.md` from `roles/*/meta/argument_specs.yml`.
+name that is not here is refused, with the nearest one that is. Made from `roles/*/meta/argument_specs.yml` by
+`python docs/variables.py > docs/variables.md`.
 """
 
 # What the playbooks hand from one role to the next; nobody sets them.
