@@ -248,7 +248,7 @@ def verify_worker(
 ) -> None:
     """Prove that the serving processes run the patched file, in the worker that the configuration selects.
 
-    Exit status: 0 proved, 1 refuted, 3 unknown, 2 wrong use (an option that does not exist: 1, and no output).
+    Exit status: 0 proved, 1 refuted, 3 unknown, 2 wrong use.
     """
     if sum(given is not None for given in (save, evidence, log)) > 1:
         raise UsageError("allowed is one of --save, --evidence and --log: with the last two no host is asked")

@@ -119,9 +119,9 @@ def test_wrong_use_exits_with_2_and_says_what_is_allowed(
 
 
 @pytest.mark.parametrize("task", [*TASKS, "verify-worker"])
-def test_an_option_that_does_not_exist_gives_no_document(fab: Fab, task: str) -> None:
+def test_an_option_that_does_not_exist_is_wrong_use(fab: Fab, task: str) -> None:
     answer = fab(task, "--tiemout", "5", "--json")
-    assert (answer.returncode, answer.stdout) == (1, "")  # Fabric's own status, which a task cannot change
+    assert (answer.returncode, answer.stdout) == (2, "")
     assert "'--tiemout'" in answer.stderr
 
 
