@@ -205,19 +205,32 @@ def test_logs_are_those_of_the_running_invocation(host: Machine) -> None:
     assert (nothing.returncode, nothing.stdout) == (0, "")
 
 
+def heed_interrupts() -> None:
+    """To be run in a child: a shell's background job, and what it starts, ignores SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_logs_are_followed_until_interrupted(host: Machine) -> None:
     command = [FAB, "logs", "--follow", "--inventory", host.inventory]
     with subprocess.Popen(
-        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+        command,
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        preexec_fn=heed_interrupts,
     ) as follow:
-        assert follow.stdout
-        for line in follow.stdout:
-            if f"listening on {PORT}" in line:
-                break
-        host.sh("sudo systemd-cat --identifier=other true; sudo systemctl kill --signal=USR1 sglang")
-        assert any("code=killed, status=10/USR1" in line for line in follow.stdout)
-        follow.send_signal(signal.SIGINT)
-        follow.wait(timeout=30)
+        try:
+            assert follow.stdout
+            for line in follow.stdout:
+                if f"listening on {PORT}" in line:
+                    break
+            host.sh("sudo systemd-cat --identifier=other true; sudo systemctl kill --signal=USR1 sglang")
+            assert any("code=killed, status=10/USR1" in line for line in follow.stdout)
+            follow.send_signal(signal.SIGINT)
+            follow.wait(timeout=30)
+        finally:
+            follow.kill()  # else leaving the block waits for it without limit
 
 
 def test_a_dead_host_hides_no_living_one(host: Machine, tmp_path: Path) -> None:
