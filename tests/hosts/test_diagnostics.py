@@ -205,20 +205,11 @@ def test_logs_are_those_of_the_running_invocation(host: Machine) -> None:
     assert (nothing.returncode, nothing.stdout) == (0, "")
 
 
-def heed_interrupts() -> None:
-    """To be run in a child: a shell's background job, and what it starts, ignores SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def test_logs_are_followed_until_interrupted(host: Machine) -> None:
-    command = [FAB, "logs", "--follow", "--inventory", host.inventory]
+    # env: what a shell runs in the background ignores SIGINT, and so would its children.
+    command = ["env", "--default-signal=INT", FAB, "logs", "--follow", "--inventory", host.inventory]
     with subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        preexec_fn=heed_interrupts,
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
     ) as follow:
         try:
             assert follow.stdout
