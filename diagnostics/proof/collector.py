@@ -420,7 +420,7 @@ def redact(argv: Iterable[str]) -> list[str]:
 
 def shares_root(pid: int) -> bool:
     """Whether the process sees the host's files (it may be in a container)."""
-    own, other = os.stat("/"), os.stat(f"/proc/{pid}/root/")
+    own, other = os.stat("/"), os.stat(f"/proc/{pid}/root")
     return (own.st_dev, own.st_ino) == (other.st_dev, other.st_ino)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+from deploy_target import State, Target
 from rehearsal_commands import REPOSITORY, Rehearsal, booted
 
 
@@ -14,3 +15,12 @@ def rehearsal_host() -> Iterator[Rehearsal]:
         done = rehearsal.rehearsal("model")
         assert done.returncode == 0, done.stderr
         yield rehearsal
+
+
+@pytest.fixture
+def unharmed(target: Target) -> Iterator[State]:
+    """The deployment that serves; afterwards the same one must still serve, by the same process."""
+    before = target.state()
+    yield before
+    assert target.state() == before
+    assert target.is_healthy()

@@ -10,7 +10,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 from deploy_target import ROOT, State, Target, eventually, plain, recap
@@ -25,15 +24,6 @@ pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def target(rehearsal_host: Rehearsal) -> Target:
     return Target(rehearsal_host)
-
-
-@pytest.fixture
-def unharmed(target: Target) -> Iterator[State]:
-    """The deployment that serves; afterwards the same one must still serve, by the same process."""
-    before = target.state()
-    yield before
-    assert target.state() == before
-    assert target.is_healthy()
 
 
 def test_systemd_reads_back_the_words_and_the_environment_that_were_written(target: Target) -> None:

@@ -31,15 +31,6 @@ def target(rehearsal_host: Rehearsal) -> Target:
     return target
 
 
-@pytest.fixture
-def unharmed(target: Target) -> Iterator[State]:
-    """The deployment that serves; afterwards the same one must still serve, by the same process."""
-    before = target.state()
-    yield before
-    assert target.state() == before
-    assert target.is_healthy()
-
-
 def rooted_at(root: str, tmp_path: Path) -> list[str]:
     """The rehearsal inventory with another folder for the releases; with -e it is refused, as fab would not see it."""
     (tmp_path / "root.yml").write_text(json.dumps({"sglang_hosts": {"vars": {"release_root": root}}}))
