@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from diagnostics.gate_history import gate_history
 from diagnostics.prompts import Prompt
 from diagnostics.server import Gate, ServerError, ServerInfo, api_client, context_length, server_info, tokenise
 from diagnostics.traffic import OUTCOMES, Result, Run, closed_loop, percentiles, summarise
@@ -73,7 +74,8 @@ async def _measure(
     document["warm_up"] = summarise(warm.results)["requests"]
     reasons += _shortfalls(warm, " in the warm-up")
     before = await server_info(client)
-    run = await send(requests=plan.requests, duration=plan.duration, seed=plan.seed, on_result=on_result)
+    async with gate_history(client) as history:
+        run = await send(requests=plan.requests, duration=plan.duration, seed=plan.seed, on_result=on_result)
     document |= summarise(run.results) | {"client_lag_s": percentiles(run.client_lags)}
     document["kinds"] = {
         kind: summarise([result for result in run.results if result.kind == kind])
@@ -83,6 +85,8 @@ async def _measure(
     after, reopened = await _settled(client)
     document["accept_length_since_start"] = after.accept_length
     document["gate"], problems = gate_report(before.gate, after.gate, reopened, plan.expect_transitions)
+    if document["gate"] is not None:
+        document["gate"]["history"] = history.document()
     reasons += problems
 
 

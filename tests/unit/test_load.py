@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from chat_server import ChatServer, listening, prompt, server_info
 
+from diagnostics import gate_history
 from diagnostics import load as load_module
 from diagnostics.load import Plan, load
 
@@ -65,6 +66,23 @@ def test_the_gate_closes_and_opens_again(tmp_path: Path) -> None:
     assert document["gate"]["transitions"] >= 2
     assert document["gate"]["after"] == "open"
     assert document["model"] == "tiny"
+
+
+def test_the_gate_is_watched_over_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_history, "INTERVAL_S", 0.01)
+    document = run(tmp_path, GatedServer(), requests=40)
+    history = document["gate"]["history"]
+    assert [sample["t_s"] for sample in history["samples"]] == sorted(sample["t_s"] for sample in history["samples"])
+    assert {sample["mode"] for sample in history["samples"]} == {"open", "closed"}
+    assert history["samples"][-1]["closed_steps"] > history["samples"][0]["closed_steps"]
+
+
+def test_a_long_history_is_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_history, "INTERVAL_S", 0.001)
+    monkeypatch.setattr(gate_history, "MOST_SAMPLES", 8)
+    history = run(tmp_path, GatedServer(), requests=60)["gate"]["history"]
+    assert len(history["samples"]) <= 8
+    assert history["interval_s"] > 0.001
 
 
 def test_expected_transitions_that_did_not_come_fail(tmp_path: Path) -> None:
