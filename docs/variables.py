@@ -17,6 +17,7 @@ name that is not here is refused, with the nearest one that is. Made from `roles
 INTERNAL = {
     "acceptance_task",
     "acceptance_expect_transitions",
+    "release_caches",
     "release_check_environment",
     "service_release",
     "service_deployment_id",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from spec_gate import secret
 from spec_gate.policy import DEFAULT_DWELL_STEPS, Settings, SettingsError
 
 # Setting of the policy: the field of ServerArgs that carries it.
@@ -34,7 +35,11 @@ def option(field: str) -> str:
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Add the gate's options to SGLang's parser. Values are judged by `settings`, which names what is allowed."""
+    """Add the gate's options to SGLang's parser. Values are judged by `settings`, which names what is allowed.
+
+    Of SGLang's own options only the keys are touched: they are kept out of what it prints and answers.
+    """
+    secret.hide_in(parser)
     group = parser.add_argument_group("speculation gate")
     group.add_argument(
         option(FIELDS["threshold"]),
