@@ -16,7 +16,10 @@ SCHEMA = "specgate.deployment/1"
 
 @dataclass(frozen=True)
 class Deployment:
-    """The active deployment of one host; ``address`` and ``port`` are where its server listens."""
+    """The active deployment of one host; ``address`` and ``port`` are where its server listens.
+
+    ``keys`` are SGLang's names of the keys that the server asks for: ``api-key``, ``admin-api-key``.
+    """
 
     id: str
     release: str
@@ -26,6 +29,7 @@ class Deployment:
     address: str
     port: int
     runtime_directory: str
+    keys: tuple[str, ...]
 
 
 def read_deployment(connection: fabric.Connection, host: Host, timeout: float = 10.0) -> Deployment:
@@ -38,6 +42,24 @@ def read_deployment(connection: fabric.Connection, host: Host, timeout: float = 
         document = json.loads(answer.stdout)
         if document["schema"] != SCHEMA:
             raise HostUnreachable(f"{path} has schema {document['schema']!r}; this version reads {SCHEMA}")
+        # Written without keys when there was no way to give a server any.
+        document = {**document, "keys": tuple(document.get("keys", ()))}
         return Deployment(**{name: document[name] for name in Deployment.__dataclass_fields__})
     except (ValueError, KeyError, TypeError) as error:
         raise HostUnreachable(f"{path} is not a deployment ({type(error).__name__}: {error})") from error
+
+
+def read_key(connection: fabric.Connection, host: Host, deployment: Deployment, timeout: float = 10.0) -> str | None:
+    """Read the key that the server asks for from the host, where root alone may; None when it asks for none.
+
+    Raises HostUnreachable, without what was read, when that is not allowed or not understood.
+    """
+    if "api-key" not in deployment.keys:
+        return None
+    answer = execute(connection, f"sudo -n cat {shlex.quote(host.keys_path)}", timeout)
+    if not answer.ok:
+        raise HostUnreachable(f"the server's key cannot be read: {answer.stderr.strip()}")
+    try:
+        return str(json.loads(answer.stdout)["api-key"])
+    except (ValueError, KeyError, TypeError):
+        raise HostUnreachable(f"{host.keys_path} has no key of the server; deploy again") from None

@@ -47,6 +47,11 @@ class Host:
         return f"{self.release_root}/current/deployment.json"
 
     @property
+    def keys_path(self) -> str:
+        """Path on the host of the keys of the server; for root only, and there only where it has keys."""
+        return f"{self.release_root}/current/server.yaml"
+
+    @property
     def unit(self) -> str:
         """Name of the systemd unit that serves."""
         return f"{self.service_name}.service"

@@ -14,7 +14,16 @@ import httpx
 
 from diagnostics.gate_history import gate_history
 from diagnostics.prompts import Prompt
-from diagnostics.server import Gate, ServerError, ServerInfo, api_client, context_length, server_info, tokenise
+from diagnostics.server import (
+    Endpoint,
+    Gate,
+    ServerError,
+    ServerInfo,
+    api_client,
+    context_length,
+    server_info,
+    tokenise,
+)
 from diagnostics.traffic import OUTCOMES, Result, Run, closed_loop, percentiles, summarise
 
 REOPEN_WAIT_S = 10.0
@@ -35,9 +44,9 @@ class Plan:
 
 
 async def load(
-    socket: str, plan: Plan, prompts: Sequence[Prompt], on_result: Callable[[Result], None] = lambda result: None
+    endpoint: Endpoint, plan: Plan, prompts: Sequence[Prompt], on_result: Callable[[Result], None] = lambda result: None
 ) -> dict[str, Any]:
-    """Run *plan* through *socket*; the returned document says ``ok`` only if every request was answered.
+    """Run *plan* at *endpoint*; the returned document says ``ok`` only if every request was answered.
 
     The gate, where the server has one, must be open again afterwards; with ``expect_transitions`` it must also have
     closed. *on_result* sees each measured result as it comes.
@@ -45,7 +54,7 @@ async def load(
     document: dict[str, Any] = {"plan": asdict(plan)}
     reasons: list[str] = []
     try:
-        async with api_client(socket, plan.timeout) as client:
+        async with api_client(endpoint, plan.timeout) as client:
             await _measure(client, plan, prompts, on_result, document=document, reasons=reasons)
     except ServerError as error:
         reasons.append(str(error))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -17,15 +17,30 @@ class ServerError(Exception):
     """The server did not give a usable answer; the message names the request and what came."""
 
 
-def api_client(socket: str, timeout: float) -> httpx.AsyncClient:
-    """Return a client for the server behind the Unix *socket* (``connect.tunnel``); *timeout* (s) bounds each silence.
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a server answers: behind the Unix *socket* (``connect.tunnel``), to those who send its *key* if it has one.
+
+    The key is in no representation of this object.
+    """
+
+    socket: str
+    key: str | None = field(default=None, repr=False)
+
+
+def api_client(endpoint: Endpoint, timeout: float) -> httpx.AsyncClient:
+    """Return a client for the server at *endpoint*; *timeout* (s) bounds each silence.
 
     SGLang closes idle connections after 5 s; each request therefore opens its own, so that no reset of a stale one is
     taken for a fault. The environment's proxies are for other hosts, never for this socket.
     """
-    transport = httpx.AsyncHTTPTransport(uds=socket, limits=httpx.Limits(max_keepalive_connections=0))
+    transport = httpx.AsyncHTTPTransport(uds=endpoint.socket, limits=httpx.Limits(max_keepalive_connections=0))
     return httpx.AsyncClient(
-        transport=transport, base_url="http://server", timeout=httpx.Timeout(timeout, pool=None), trust_env=False
+        transport=transport,
+        base_url="http://server",
+        headers={"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else None,
+        timeout=httpx.Timeout(timeout, pool=None),
+        trust_env=False,
     )
 
 

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from diagnostics.prompts import Prompt
-from diagnostics.server import ServerError, ServerInfo, api_client, call, server_info, tokenise
+from diagnostics.server import Endpoint, ServerError, ServerInfo, api_client, call, server_info, tokenise
 from diagnostics.traffic import FINISHED, chat_body, text_of
 
 PROMPT = Prompt(
@@ -20,8 +20,8 @@ PROMPT = Prompt(
 DEFAULT_ACCEPT_LENGTH_FLOOR = 1.2
 
 
-async def smoke(socket: str, *, floor: float, timeout: float) -> dict[str, Any]:
-    """Send one chat request through *socket* and return ``{"ok", "reasons", "sent", "got", "accept_length", ...}``.
+async def smoke(endpoint: Endpoint, *, floor: float, timeout: float) -> dict[str, Any]:
+    """Send one chat request to *endpoint* and return ``{"ok", "reasons", "sent", "got", "accept_length", ...}``.
 
     *floor* is the accept length (tokens a verify step, the bonus token included) that must be exceeded where the server
     speculates; *timeout* (seconds) bounds each of the four requests.
@@ -29,7 +29,7 @@ async def smoke(socket: str, *, floor: float, timeout: float) -> dict[str, Any]:
     facts: dict[str, Any] = {"ok": False, "sent": None, "got": None, "accept_length": None}
     reasons: list[str] = []
     try:
-        async with api_client(socket, timeout) as client:
+        async with api_client(endpoint, timeout) as client:
             info = await server_info(client)
             facts |= {"model": info.model, "sglang_version": info.version, "speculative": info.speculative}
             facts["sent"] = chat_body(info.model, PROMPT, seed=0, stream=False)

@@ -10,9 +10,9 @@ from typing import Any
 import fabric
 
 from diagnostics.connect import HostUnreachable, connect, execute, tunnel
-from diagnostics.deployment import Deployment, read_deployment
+from diagnostics.deployment import Deployment, read_deployment, read_key
 from diagnostics.inventory import Host
-from diagnostics.server import ServerError, api_client, running_requests
+from diagnostics.server import Endpoint, ServerError, api_client, running_requests
 
 UNIT_PROPERTIES = ("LoadState", "ActiveState", "SubState", "Result", "MainPID", "NRestarts", "MemoryCurrent")
 GPU_FIELDS = ("index", "name", "memory.used", "memory.total", "utilization.gpu", "temperature.gpu")
@@ -45,9 +45,10 @@ def status(host: Host, timeout: float) -> dict[str, Any]:
         if unit["ActiveState"] == "active":
             facts["gates"], unreadable = _gates(connection, deployment, timeout)
             reasons += unreadable
+            key = read_key(connection, host, deployment, timeout)
             with tunnel(host, deployment.address, deployment.port, timeout) as opened:
                 try:
-                    running, waiting = asyncio.run(_requests(opened.socket, timeout))
+                    running, waiting = asyncio.run(_requests(Endpoint(opened.socket, key), timeout))
                     facts["requests"] = {"running": running, "waiting": waiting}
                 except ServerError as error:
                     reasons.append(f"the server does not answer: {opened.failure() or error}")
@@ -100,6 +101,6 @@ def _gpus(connection: fabric.Connection, timeout: float) -> list[dict[str, str]]
     return [dict(zip(GPU_FIELDS, (part.strip() for part in line.split(",")), strict=True)) for line in lines]
 
 
-async def _requests(socket: str, timeout: float) -> tuple[int, int]:
-    async with api_client(socket, timeout) as client:
+async def _requests(endpoint: Endpoint, timeout: float) -> tuple[int, int]:
+    async with api_client(endpoint, timeout) as client:
         return await running_requests(client)

@@ -21,7 +21,7 @@ from invoke.exceptions import Exit
 from diagnostics import prompts as prompt_files
 from diagnostics import render
 from diagnostics.connect import connect, tunnel
-from diagnostics.deployment import read_deployment
+from diagnostics.deployment import read_deployment, read_key
 from diagnostics.fanout import Entry, on_each
 from diagnostics.inventory import Host, UsageError, load_hosts
 from diagnostics.journal import journal
@@ -29,6 +29,7 @@ from diagnostics.load import Plan
 from diagnostics.load import load as run_load
 from diagnostics.options import integer, number
 from diagnostics.proof import verdict, verify
+from diagnostics.server import Endpoint
 from diagnostics.smoke import DEFAULT_ACCEPT_LENGTH_FLOOR
 from diagnostics.smoke import smoke as run_smoke
 from diagnostics.status import status as read_status
@@ -83,15 +84,16 @@ def finish(schema: str, entries: Sequence[Entry], as_json: bool, show: Callable[
     raise Exit(code=SUCCESS if ok else FAILURE)
 
 
-def with_server(host: Host, work: Callable[[str], Entry]) -> Entry:
-    """Run *work* with a Unix socket that leads to the server of *host*'s active deployment.
+def with_server(host: Host, work: Callable[[Endpoint], Entry]) -> Entry:
+    """Run *work* with the endpoint of the server of *host*'s active deployment, reached through a tunnel.
 
     What the tunnel could not do is named, because it explains what the server is blamed for.
     """
     with connect(host, REACH_TIMEOUT_S) as connection:
         deployment = read_deployment(connection, host, REACH_TIMEOUT_S)
+        key = read_key(connection, host, deployment, REACH_TIMEOUT_S)
     with tunnel(host, deployment.address, deployment.port, REACH_TIMEOUT_S) as opened:
-        entry = {"deployment": deployment.id, **work(opened.socket)}
+        entry = {"deployment": deployment.id, **work(Endpoint(opened.socket, key))}
         if (reason := opened.failure()) is not None:
             entry |= {"ok": False, "reasons": [*entry["reasons"], reason]}
         return entry
@@ -118,7 +120,7 @@ def smoke(
     hosts = load_hosts(inventory, limit)
 
     def work(host: Host) -> Entry:
-        return with_server(host, lambda socket: asyncio.run(run_smoke(socket, floor=floor, timeout=seconds)))
+        return with_server(host, lambda endpoint: asyncio.run(run_smoke(endpoint, floor=floor, timeout=seconds)))
 
     finish("specgate.smoke/1", on_each(hosts, work), json, render.smoke)
 
@@ -169,8 +171,8 @@ def load(
     with render.Progress(hosts, plan) as progress:
 
         def work(host: Host) -> Entry:
-            def measure(socket: str) -> Entry:
-                return asyncio.run(run_load(socket, plan, chosen, progress.counter(host)))
+            def measure(endpoint: Endpoint) -> Entry:
+                return asyncio.run(run_load(endpoint, plan, chosen, progress.counter(host)))
 
             return with_server(host, measure)
 

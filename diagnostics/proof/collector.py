@@ -166,7 +166,7 @@ def collect(request: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
         server["address"], server["port"] = address, port = endpoint(argv, deployment or {})
         with problems.noted(f"the owner of port {port}"):
             server["listener"] = listener(port, main.pid if main else None, members, processes)
-        server.update(server_info(address, port, argv, request["timeout"]))
+        server.update(server_info(address, port, key_of(main, argv, problems), request["timeout"]))
     # Read again: what has ended or was replaced meanwhile must not pass for one and the same state.
     after = read_unit(request["unit"], Problems())
     document["changed_meanwhile"] = after != unit or any(
@@ -603,10 +603,19 @@ def log_file(main: Process) -> str | None:
     return None
 
 
-def server_info(address: str, port: int, argv: list[str], timeout: float) -> dict[str, Any]:
-    """What /server_info answers, asked with the key that the server's own command line gives, if any."""
+def key_of(main: Process | None, argv: list[str], problems: Problems) -> str | None:
+    """The key that a server asks for, from its command line or the file that this names; None where it names none."""
+    key, path = option(argv, "--api-key"), option(argv, "--config")
+    if key is None and path is not None:
+        with problems.noted("the server's key"):
+            # The deploy writes JSON, which is YAML; another file of somebody's own may be more than that.
+            key = json_object(read_file(as_seen_by(main, path))).get("api-key")
+    return key
+
+
+def server_info(address: str, port: int, key: str | None, timeout: float) -> dict[str, Any]:
+    """What /server_info answers, asked with the server's key."""
     document: dict[str, Any] = {"info": None, "error": None}
-    key = option(argv, "--api-key") or option(argv, "--admin-api-key")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     host = f"[{address}]" if ":" in address else address

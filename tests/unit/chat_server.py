@@ -8,9 +8,12 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diagnostics.prompts import Prompt
+
+if TYPE_CHECKING:
+    from diagnostics.server import Endpoint
 
 TOKENS_PER_EVENT = (1, 3, 2)  # as with speculation: several tokens at a time
 
@@ -36,7 +39,8 @@ def finish(reason: str) -> bytes:
 class ChatServer:
     """Counts what it sees; ``info`` is what ``/server_info`` answers and may change while it runs."""
 
-    def __init__(self, info: dict[str, Any] | None = None) -> None:
+    def __init__(self, info: dict[str, Any] | None = None, key: str | None = None) -> None:
+        self.key = key
         self.info = info or server_info()
         self.bodies: list[dict[str, Any]] = []
         self.native: dict[str, Any] = {"text": "x", "meta_info": {"spec_accept_length": 3.0}}
@@ -52,6 +56,9 @@ class ChatServer:
                     line.split(":")[1] for line in head.lower().split("\r\n") if line.startswith("content-length:")
                 ]
                 body = json.loads(await reader.readexactly(int(sizes[0]))) if sizes else None
+                if self.key is not None and f"\r\nauthorization: Bearer {self.key}\r\n".lower() not in head.lower():
+                    reply(writer, {"error": "Unauthorized"}, status=401)
+                    continue
                 await self.answer(method, path, body, writer)
         writer.close()
 
@@ -148,12 +155,14 @@ def server_info(speculative: bool = True, **gate: Any) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def listening(server: ChatServer, folder: Path) -> AsyncIterator[str]:
-    """Serve on a Unix socket in *folder*; yields its path."""
+async def listening(server: ChatServer, folder: Path, key: str | None = None) -> AsyncIterator[Endpoint]:
+    """Serve on a Unix socket in *folder*; yields the endpoint for a client that has *key*."""
+    from diagnostics.server import Endpoint  # what it imports is missing where serve_tcp runs
+
     path = str(folder / "s")
     listener = await asyncio.start_unix_server(server.serve, path)
     try:
-        yield path
+        yield Endpoint(path, key)
     finally:
         listener.close()
 

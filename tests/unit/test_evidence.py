@@ -320,11 +320,25 @@ def answering() -> Iterator[int]:
 
 
 def test_server_info_with_the_servers_own_key(answering: int) -> None:
-    document = collector.server_info("127.0.0.1", answering, ["--api-key", "hidden"], 5)
+    document = collector.server_info("127.0.0.1", answering, "hidden", 5)
     assert document["error"] is None
     assert document["info"] == {"arguments": {"tp_size": 1}, "version": "0.5.12.post1", "gates": [{"a": 1}]}
     assert "hidden" not in json.dumps(document)
-    assert "401" in collector.server_info("127.0.0.1", answering, [], 5)["error"]
+    assert "401" in collector.server_info("127.0.0.1", answering, None, 5)["error"]
+
+
+def test_the_key_of_a_server_that_has_it_from_a_file_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(json.dumps({"api-key": "hidden"}))
+    problems = collector.Problems()
+    assert collector.key_of(None, ["python", "--config", str(file)], problems) == "hidden"
+    assert collector.key_of(None, ["python", "--api-key=given"], problems) == "given"
+    assert collector.key_of(None, ["python"], problems) is None
+    assert problems.found == []
+    file.write_text("api-key: hidden")
+    assert collector.key_of(None, ["python", "--config", str(file)], problems) is None
+    assert "hidden" not in json.dumps(problems.found)
+    assert problems.found[0]["what"] == "the server's key"
 
 
 class Mumble(http.server.BaseHTTPRequestHandler):
@@ -361,14 +375,14 @@ def test_server_info_over_ipv6() -> None:
     except OSError:
         pytest.skip("this machine has no IPv6")
     with serving(server) as port:
-        assert collector.server_info("::1", port, ["--api-key", "hidden"], 5)["info"]["version"] == "0.5.12.post1"
+        assert collector.server_info("::1", port, "hidden", 5)["info"]["version"] == "0.5.12.post1"
     assert asked == [f"[::1]:{port}"]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "no host", "a:b"])
 def test_server_info_of_something_else_is_an_error(address: str) -> None:
     with serving(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Mumble)) as port:
-        document = collector.server_info(address, port, [], 5)
+        document = collector.server_info(address, port, None, 5)
     assert document["info"] is None
     assert document["error"].startswith("/server_info: ")
 

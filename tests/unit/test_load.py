@@ -12,6 +12,7 @@ from chat_server import ChatServer, listening, prompt, server_info
 from diagnostics import gate_history
 from diagnostics import load as load_module
 from diagnostics.load import Plan, load
+from diagnostics.server import Endpoint
 
 
 class GatedServer(ChatServer):
@@ -185,7 +186,7 @@ def test_kinds_are_measured_apart(tmp_path: Path) -> None:
 
 def test_without_a_server_the_document_says_so(tmp_path: Path) -> None:
     plan = Plan(2, 10, None, 0, 0, 5.0, False)
-    document = asyncio.run(load(str(tmp_path / "none"), plan, [prompt("plain")]))
+    document = asyncio.run(load(Endpoint(str(tmp_path / "none")), plan, [prompt("plain")]))
     assert document["ok"] is False
     assert len(document["reasons"]) == 1
     assert document["reasons"][0].startswith("GET /server_info: ConnectError")

@@ -120,3 +120,15 @@ def test_an_answer_of_another_form_is_a_server_error(answer: Any) -> None:
                 await tokenise(client, "m", prompt("plain"))
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("sent", "ok"), [("the-key", True), ("another", False), (None, False)])
+def test_a_server_that_asks_for_a_key_gets_it(tmp_path: Path, sent: str | None, ok: bool) -> None:
+    async def scenario() -> dict[str, Any]:
+        async with listening(ChatServer(key="the-key"), tmp_path, key=sent) as endpoint:
+            assert "the-key" not in repr(endpoint)
+            return await smoke(endpoint, floor=1.2, timeout=30.0)
+
+    document = asyncio.run(scenario())
+    assert document["ok"] is ok, document["reasons"]
+    assert ok or document["reasons"] == ["GET /server_info: HTTP 401: Unauthorized"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from chat_server import TOKENS_PER_EVENT, ChatServer, listening, prompt
 
-from diagnostics.server import api_client
+from diagnostics.server import Endpoint, api_client
 from diagnostics.traffic import Result, Run, closed_loop, percentiles, send, summarise
 
 TOKENS = sum(TOKENS_PER_EVENT)
@@ -82,7 +82,7 @@ def test_a_server_that_goes_silent_loses_the_request_when_its_time_is_up(tmp_pat
 
 def test_without_a_server_the_request_is_lost(tmp_path: Path) -> None:
     async def scenario() -> Result:
-        async with api_client(str(tmp_path / "none"), 5.0) as client:
+        async with api_client(Endpoint(str(tmp_path / "none")), 5.0) as client:
             return await send(client, "tiny", prompt("plain"), seed=0, timeout=5.0)
 
     result = asyncio.run(scenario())
