@@ -237,8 +237,14 @@ def tunnel(host: Host, address: str, port: int, timeout: float = 10.0) -> Iterat
             "cat >/dev/null",
         ]
         with errors.open("wb") as stderr:
+            # In a session of its own: a terminal's Ctrl-C would else end it before what goes through it is ended.
             process = subprocess.Popen(
-                command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=stderr
+                command,
+                cwd=REPOSITORY,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                start_new_session=True,
             )
         opened = Tunnel(process, f"{address}:{port}", socket, errors)
         try:

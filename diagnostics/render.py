@@ -15,10 +15,9 @@ from rich.text import Text
 from diagnostics.fanout import Entry
 from diagnostics.inventory import Host
 from diagnostics.load import Plan
-from diagnostics.traffic import OUTCOMES, PERCENTILES, Result
+from diagnostics.traffic import HARMLESS_LAG_S, OUTCOMES, PERCENTILES, Result
 
 PIPED_WIDTH = 120
-NOTABLE_LAG_S = 0.02
 
 
 def make_console() -> Console:
@@ -121,9 +120,10 @@ def load(entries: Sequence[Entry]) -> None:
                 [
                     ("errors", "; ".join(f"{e['count']} {e['outcome']}: {e['reason']}" for e in entry["errors"])),
                     ("skipped", ", ".join(f"{p['name']} ({p['tokens']} tokens)" for p in entry["skipped_prompts"])),
-                    ("client", _lag_line(entry["client_lag_s"])),
-                    ("gate", _gate_line(entry.get("gate"))),
-                    ("accept length", _accept_length(entry.get("accept_length_since_start"))),
+                    ("client", _lag_line(entry.get("client"))),
+                    ("gate", _gate_line(entry.get("gate")) if "gate" in entry else None),
+                    ("arms", _arms_line(entry.get("arms"))),
+                    ("limits", "; ".join(_limit(each) for each in entry["limits"])),
                 ],
             )
         )
@@ -131,8 +131,9 @@ def load(entries: Sequence[Entry]) -> None:
 
 def _load_table(entry: Entry) -> Table:
     plan, counts = entry["plan"], entry["requests"]
+    pace = f"C={plan['concurrency']}" if plan["rate"] is None else f"{plan['rate']:g} requests/s"
     title = (
-        f"{entry['host']}  C={plan['concurrency']}  {counts['sent']} requests in {entry['elapsed_s']:.1f} s: "
+        f"{entry['host']}  {pace}  {counts['sent']} requests in {entry['elapsed_s']:.1f} s: "
         + ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES)
         + f"  {entry['output_tokens_per_s'] or 0:.1f} tok/s"
     )
@@ -142,13 +143,15 @@ def _load_table(entry: Entry) -> Table:
     table.add_column("answered", justify="right")
     for name, unit in (("first token", "ms"), ("inter-token", "ms"), ("end to end", "s")):
         table.add_column(f"{name} {quantiles} [{unit}]", justify="right")
-    for name, figures in [*entry["kinds"].items(), ("all", entry)]:
+    table.add_column("accept length", justify="right")
+    for name, figures in [*entry.get("kinds", {}).items(), ("all", entry)]:
         table.add_row(
             Text(name),
             f"{figures['requests']['answered']} of {figures['requests']['sent']}",
             _quantiles(figures["time_to_first_token_s"], 1000, 0),
             _quantiles(figures["inter_token_s"], 1000, 1),
             _quantiles(figures["end_to_end_s"], 1, 2),
+            "-" if figures["accept_length"] is None else f"{figures['accept_length']:.2f}",
         )
     return table
 
@@ -174,15 +177,24 @@ def _gate_line(gate: Mapping[str, Any] | None) -> str:
     )
 
 
-def _lag_line(lag: Mapping[str, float] | None) -> str | None:
+def _lag_line(client: Mapping[str, Any] | None) -> str | None:
     """A client that was late is no fault of the server, but all latencies hold it."""
-    if lag is None or lag["p95"] < NOTABLE_LAG_S:
+    if client is None or client["lag_s"] is None or client["lag_s"]["p95"] < HARMLESS_LAG_S:
         return None
-    return f"was itself late by {_quantiles(lag, 1000, 0)} ms (p50/p95/p99): the latencies above include that"
+    quantiles = "/".join(f"p{q}" for q in PERCENTILES)
+    return f"was itself late by {_quantiles(client['lag_s'], 1000, 0)} ms ({quantiles}): the latencies include that"
 
 
-def _accept_length(length: float | None) -> str | None:
-    return None if length is None else f"{length:.2f} (SGLang's mean over all verify steps since its start)"
+def _arms_line(arms: Mapping[str, Any] | None) -> str | None:
+    if arms is None:
+        return None
+    medians = ", ".join(f"{arm} {value:.1f}" for arm, value in arms["medians"].items())
+    return f"{medians} tok/s (medians of {len(arms['output_tokens_per_s']['gate'])} rounds)"
+
+
+def _limit(limit: Mapping[str, Any]) -> str:
+    found = "not measured" if limit["found"] is None else f"{limit['found']:.4g}"
+    return f"{limit['name']} {found} ({limit['rule']} {limit['allowed']:g})"
 
 
 def status(entries: Sequence[Entry]) -> None:

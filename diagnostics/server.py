@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,7 @@ class Gate:
     open_steps: int
     closed_steps: int
     running: int
+    forced: str | None  # "open" or "closed" while something holds it there, whatever the load
     processes: tuple[tuple[int, int], ...]  # (pid, start ticks) of each replica's first rank
 
 
@@ -101,6 +102,7 @@ def _gate(gates: list[Mapping[str, Any]]) -> Gate:
         open_steps=sum(gate["open_steps"] for gate in gates),
         closed_steps=sum(gate["closed_steps"] for gate in gates),
         running=sum(gate["running"] for gate in gates),
+        forced=gates[0]["settings"]["forced"],
         processes=tuple((int(g["identity"]["pid"]), int(g["identity"]["start_ticks"])) for g in gates),
     )
 
@@ -143,6 +145,34 @@ async def call(client: httpx.AsyncClient, method: str, path: str, body: Any = No
 async def server_info(client: httpx.AsyncClient) -> ServerInfo:
     """Ask ``/server_info``."""
     return parse_server_info(await call(client, "GET", "/server_info"))
+
+
+async def set_gate(client: httpx.AsyncClient, **settings: Any) -> None:
+    """Change *settings* of the running gate, named as on the command line: ``speculative_gate_force="closed"``.
+
+    Raises ServerError when the server refuses one; its log says why.
+    """
+    answer = await call(client, "POST", "/set_internal_state", {"server_args": settings})
+    if not answer or answer != [True] * len(answer):
+        raise ServerError(f"POST /set_internal_state: the server refused {settings} and its log says why (fab logs)")
+
+
+@contextlib.asynccontextmanager
+async def gate_given_back(client: httpx.AsyncClient) -> AsyncIterator[None]:
+    """For the time of the block the gate may be held open or closed; afterwards, come what may, it is as it was.
+
+    Raises ServerError when it could not be given back and read back: then it decides nothing any more.
+    """
+    found = (await server_info(client)).gate
+    if found is None:
+        raise ServerError("the server has no gate to hold: it runs without the patch")
+    try:
+        yield
+    finally:
+        await set_gate(client, speculative_gate_force=found.forced)
+        now = (await server_info(client)).gate
+        if now is None or now.forced != found.forced:
+            raise ServerError(f"the gate is held {now.forced if now else None} and could not be given back")
 
 
 async def running_requests(client: httpx.AsyncClient) -> tuple[int, int]:

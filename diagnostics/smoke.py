@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from diagnostics.limits import Limit
 from diagnostics.prompts import Prompt
 from diagnostics.server import Endpoint, ServerError, ServerInfo, api_client, call, server_info, tokenise
-from diagnostics.traffic import FINISHED, chat_body, text_of
+from diagnostics.traffic import FINISHED, TokenPrompt, accept_length, generate_body, text_of
 
 PROMPT = Prompt(
     name="smoke",
@@ -26,13 +27,13 @@ async def smoke(endpoint: Endpoint, *, floor: float, timeout: float) -> dict[str
     *floor* is the accept length (tokens a verify step, the bonus token included) that must be exceeded where the server
     speculates; *timeout* (seconds) bounds each of the four requests.
     """
-    facts: dict[str, Any] = {"ok": False, "sent": None, "got": None, "accept_length": None}
+    facts: dict[str, Any] = {"ok": False, "sent": None, "got": None, "accept_length": None, "limits": []}
     reasons: list[str] = []
     try:
         async with api_client(endpoint, timeout) as client:
             info = await server_info(client)
             facts |= {"model": info.model, "sglang_version": info.version, "speculative": info.speculative}
-            facts["sent"] = chat_body(info.model, PROMPT, seed=0, stream=False)
+            facts["sent"] = chat_body(info.model)
             began = time.monotonic()
             answer = await call(client, "POST", "/v1/chat/completions", facts["sent"])
             facts["got"] = got = _read(answer, time.monotonic() - began)
@@ -42,8 +43,11 @@ async def smoke(endpoint: Endpoint, *, floor: float, timeout: float) -> dict[str
                 reasons.append(f"finish reason {got['finish_reason']!r}; expected one of {', '.join(FINISHED)}")
             if info.speculative and not _held_closed(info):
                 tokens = await tokenise(client, info.model, PROMPT)
-                generated = await call(client, "POST", "/generate", _native_body(tokens))
-                facts["accept_length"], problem = _accept_length(generated, floor)
+                # SGLang's native interface: only this one tells the accept length of a single request.
+                prompt = TokenPrompt(PROMPT.name, PROMPT.kind, tuple(tokens), PROMPT.max_tokens)
+                generated = await call(client, "POST", "/generate", generate_body(prompt, stream=False))
+                facts["accept_length"], limit, problem = _accept_length(generated, floor)
+                facts["limits"] = [limit.document()]
                 reasons += [problem] if problem else []
     except ServerError as error:
         reasons.append(str(error))
@@ -70,21 +74,24 @@ def _held_closed(info: ServerInfo) -> bool:
     return info.gate is not None and info.gate.threshold == 1
 
 
-def _native_body(tokens: list[int]) -> dict[str, Any]:
-    """The same prompt for SGLang's native interface: only this one tells the accept length of a single request."""
-    return {"input_ids": tokens, "sampling_params": {"temperature": 0, "max_new_tokens": PROMPT.max_tokens}}
+def chat_body(model: str) -> dict[str, Any]:
+    """Return a greedy request for ``/v1/chat/completions``."""
+    return {"model": model, "messages": list(PROMPT.messages), "max_tokens": PROMPT.max_tokens, "temperature": 0}
 
 
-def _accept_length(generated: Any, floor: float) -> tuple[float | None, str | None]:
-    length = generated.get("meta_info", {}).get("spec_accept_length")
+def _accept_length(generated: Any, floor: float) -> tuple[float | None, Limit, str | None]:
+    try:
+        length = accept_length(generated["meta_info"])
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ServerError(f"/generate has an unexpected form ({type(error).__name__}: {error})") from error
+    limit = Limit("accept length of a single request", length, "more than", floor)
     if length is None:
         return (
             None,
-            "the server speculates, but verified no draft: the gate may be closed by other traffic (fab status)",
+            limit,
+            "the server speculates, but verified no draft: the gate may be closed by other traffic, or held closed "
+            "(fab status)",
         )
-    if length <= floor:
-        return length, (
-            f"accept length {length:.2f}, expected more than {floor:g}: the draft does not fit the target "
-            "(wrong draft model, or EAGLE in place of EAGLE3)"
-        )
-    return length, None
+    problem = limit.problem()
+    cause = "the draft does not fit the target (wrong draft model, or EAGLE in place of EAGLE3)"
+    return length, limit, f"{problem}: {cause}" if problem else None

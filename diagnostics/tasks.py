@@ -1,6 +1,6 @@
 """The command line: options in, one document out, an exit status that a program can trust.
 
-Exit status: 0 success, 1 failure, 2 wrong use (verify-worker: 3 for unknown). With ``--json`` standard output is one
+Exit status: 0 success, 1 failure, 2 wrong use, 3 unknown (verify-worker, load). With ``--json`` standard output is one
 JSON document and nothing else; progress and Ansible's warnings go to standard error.
 """
 
@@ -22,19 +22,19 @@ from diagnostics import prompts as prompt_files
 from diagnostics import render
 from diagnostics.connect import connect, tunnel
 from diagnostics.deployment import read_deployment, read_key
-from diagnostics.fanout import Entry, on_each
+from diagnostics.fanout import Entry, Interruptible, on_each
 from diagnostics.inventory import Host, UsageError, load_hosts
 from diagnostics.journal import journal
-from diagnostics.load import Plan
+from diagnostics.limits import LoadLimits
 from diagnostics.load import load as run_load
-from diagnostics.options import integer, number
+from diagnostics.options import integer, load_plan, number, positive
 from diagnostics.proof import verdict, verify
 from diagnostics.server import Endpoint
 from diagnostics.smoke import DEFAULT_ACCEPT_LENGTH_FLOOR
 from diagnostics.smoke import smoke as run_smoke
 from diagnostics.status import status as read_status
 
-SUCCESS, FAILURE, USAGE = 0, 1, 2
+SUCCESS, FAILURE, USAGE, UNKNOWN = 0, 1, 2, 3
 
 REACH_TIMEOUT_S = 15.0  # for each step of reaching a host: login, one command, the tunnel
 
@@ -75,13 +75,14 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 def finish(schema: str, entries: Sequence[Entry], as_json: bool, show: Callable[[Sequence[Entry]], None]) -> NoReturn:
-    """Print the outcome and end the task: 0 when every host is ok."""
+    """Print the outcome and end the task: 0 when every host is ok, 3 when nothing but invalid figures is wrong."""
     ok = all(entry["ok"] for entry in entries)
+    failed = any(not entry["ok"] and entry["reasons"] != entry.get("invalid") for entry in entries)
     if as_json:
         print_json({"schema": schema, "ok": ok, "hosts": list(entries)})
     else:
         show(entries)
-    raise Exit(code=SUCCESS if ok else FAILURE)
+    raise Exit(code=SUCCESS if ok else FAILURE if failed else UNKNOWN)
 
 
 def with_server(host: Host, work: Callable[[Endpoint], Entry]) -> Entry:
@@ -128,18 +129,24 @@ def smoke(
 @diagnostic_task(
     "specgate.load/1",
     concurrency="requests in flight at any time, on each host (default 10)",
-    requests="how many requests to send (default: five times the concurrency)",
+    rate="requests a second instead, on average (Poisson arrivals), however many are in flight",
+    requests="how many requests to send (default: five times the concurrency, or thirty seconds of the rate)",
     duration="send for so many seconds instead",
-    warm_up="requests sent before, not measured (default: the concurrency)",
-    seed="order of the prompts and the requests' seeds (default 0)",
+    warm_up="requests sent before, not measured (default: the concurrency; with --rate 4)",
+    seed="order of the prompts, and the arrivals of --rate (default 0)",
     prompts="prompts of your own, one JSON object a line (docs/diagnostics.md)",
     timeout="seconds that each request may take (default 120)",
     expect_transitions="fail unless the gate closed during the load and opened again",
+    max_errors="fail when more requests than this get no answer (default 0)",
+    ttft_p95_limit="fail when the 95th percentile of the time to the first token exceeds so many seconds",
+    throughput_loss_limit="also measure the gate held open and held closed; fail when the gate's own throughput is "
+    "below the better one by more than so many per cent",
 )
 def load(
     context: fabric.Connection,
     *,
-    concurrency: str = "10",
+    concurrency: str | None = None,
+    rate: str | None = None,
     requests: str | None = None,
     duration: str | None = None,
     warm_up: str | None = None,
@@ -147,36 +154,45 @@ def load(
     prompts: str | None = None,
     timeout: str = "120",
     expect_transitions: bool = False,
+    max_errors: str = "0",
+    ttft_p95_limit: str | None = None,
+    throughput_loss_limit: str | None = None,
     limit: str | None = None,
     inventory: Sequence[str] | None = None,
     json: bool = False,
 ) -> None:
-    """Keep a number of real prompts in flight; count every request, measure latencies, watch the gate."""
-    if requests is not None and duration is not None:
-        raise UsageError("--requests and --duration are both given; allowed is one of them")
-    users = integer("concurrency", concurrency, minimum=1)
-    count = None if duration is not None else 5 * users
-    plan = Plan(
-        concurrency=users,
-        requests=integer("requests", requests, minimum=1) if requests is not None else count,
-        duration=number("duration", duration, minimum=1, unit="seconds") if duration is not None else None,
-        warm_up=integer("warm-up", warm_up, minimum=0) if warm_up is not None else users,
+    """Send real prompts at a concurrency or a rate; count every request, measure latencies, watch the gate.
+
+    Exit status: 0 the limits were kept, 1 they were not, 2 wrong use, 3 the client was too slow to tell.
+    """
+    plan = load_plan(
+        concurrency=concurrency,
+        rate=rate,
+        requests=requests,
+        duration=duration,
+        warm_up=warm_up,
         seed=integer("seed", seed, minimum=0),
         timeout=number("timeout", timeout, minimum=1, unit="seconds"),
         expect_transitions=expect_transitions,
+        limits=LoadLimits(
+            errors=integer("max-errors", max_errors, minimum=0),
+            ttft_p95=positive("ttft-p95-limit", ttft_p95_limit, unit="seconds"),
+            throughput_loss=positive("throughput-loss-limit", throughput_loss_limit, unit="per cent", maximum=100),
+        ),
     )
     chosen = prompt_files.order(prompt_files.load_prompts(Path(prompts or prompt_files.SHIPPED)), plan.seed)
     hosts = load_hosts(inventory, limit)
+    interruptible = Interruptible()
 
     with render.Progress(hosts, plan) as progress:
 
         def work(host: Host) -> Entry:
             def measure(endpoint: Endpoint) -> Entry:
-                return asyncio.run(run_load(endpoint, plan, chosen, progress.counter(host)))
+                return interruptible.run(run_load(endpoint, plan, chosen, progress.counter(host)))
 
             return with_server(host, measure)
 
-        entries = on_each(hosts, work)
+        entries = on_each(hosts, work, interruptible=interruptible)
     finish("specgate.load/1", entries, json, render.load)
 
 

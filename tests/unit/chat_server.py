@@ -27,13 +27,10 @@ def event(**fields: Any) -> bytes:
     return b"data: " + json.dumps(fields).encode() + b"\n\n"
 
 
-def delta(text: str, tokens: int) -> bytes:
-    usage = {"prompt_tokens": 7, "completion_tokens": tokens}
-    return event(choices=[{"index": 0, "delta": {"content": text}, "finish_reason": None}], usage=usage)
-
-
-def finish(reason: str) -> bytes:
-    return event(choices=[{"index": 0, "delta": {}, "finish_reason": reason}])
+def delta(tokens: int, finish: dict[str, Any] | None = None, **meta: Any) -> bytes:
+    """One event of an answer with *tokens* output tokens by now, as SGLang's ``/generate`` streams it."""
+    facts = {"prompt_tokens": 7, "cached_tokens": 1, "completion_tokens": tokens, "finish_reason": finish} | meta
+    return event(text="word " * tokens, meta_info=facts)
 
 
 class ChatServer:
@@ -43,7 +40,8 @@ class ChatServer:
         self.key = key
         self.info = info or server_info()
         self.bodies: list[dict[str, Any]] = []
-        self.native: dict[str, Any] = {"text": "x", "meta_info": {"spec_accept_length": 3.0}}
+        # SGLang's own spec_accept_length would be 6 / 2; the right one is 1 + 4 / 2.
+        self.counts: dict[str, Any] = {"spec_verify_ct": 2, "spec_num_correct_drafts": 4, "spec_accept_length": 3.5}
         self.context = 100
         self.running = self.most_running = self.connections = 0
 
@@ -63,12 +61,12 @@ class ChatServer:
         writer.close()
 
     async def answer(self, method: str, path: str, body: Any, writer: asyncio.StreamWriter) -> None:
-        if path == "/v1/chat/completions":
+        if path in ("/v1/chat/completions", "/generate"):
             self.bodies.append(body)
             self.running += 1
             self.most_running = max(self.most_running, self.running)
             try:
-                await self.chat(body, writer)
+                await (self.generate if path == "/generate" else self.chat)(body, writer)
             finally:
                 self.running -= 1
         elif path == "/server_info":
@@ -78,14 +76,26 @@ class ChatServer:
         elif path == "/v1/loads?include=core":
             reply(writer, {"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": 0}]})
         elif path == "/v1/tokenize":
-            reply(writer, {"tokens": list(range(len(body["messages"][-1]["content"])))})
-        elif path == "/generate":
-            reply(writer, self.native)
+            reply(writer, {"tokens": [ord(character) for character in body["messages"][-1]["content"]]})
+        elif path == "/set_internal_state":
+            reply(writer, self.set_internal_state(body["server_args"]))
         else:
             reply(writer, {"message": f"no {path}"}, status=404)
 
+    def set_internal_state(self, changes: dict[str, Any]) -> list[bool]:
+        """Hold the gate, or give it back."""
+        state = self.info["internal_states"][0]["spec_gate"]
+        state["settings"]["forced"] = changes["speculative_gate_force"]
+        state["mode"] = changes["speculative_gate_force"] or "open"
+        return [True]
+
     async def chat(self, body: Any, writer: asyncio.StreamWriter) -> None:
-        behaviour = body["messages"][-1]["content"]
+        await self.behave(body["messages"][-1]["content"], False, writer)
+
+    async def generate(self, body: Any, writer: asyncio.StreamWriter) -> None:
+        await self.behave("".join(map(chr, body["input_ids"])), body["stream"], writer)
+
+    async def behave(self, behaviour: str, stream: bool, writer: asyncio.StreamWriter) -> None:
         if behaviour == "refused":
             reply(writer, {"object": "error", "message": "too long"}, status=400)
         elif behaviour == "broken":
@@ -94,18 +104,17 @@ class ChatServer:
             await asyncio.sleep(3600)
         elif behaviour == "hang up":
             writer.transport.abort()
-        elif not body["stream"]:
-            reply(writer, completion("" if behaviour == "empty" else "some text"))
-        else:
+        elif stream:
             await self.stream(behaviour, writer)
+        else:
+            reply(writer, completion("" if behaviour == "empty" else "some text") | {"meta_info": self.counts})
 
     async def stream(self, behaviour: str, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
-        chunk(writer, event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}]))
         total = 0
         for tokens in TOKENS_PER_EVENT:
             total += tokens
-            chunk(writer, delta("word ", total))
+            chunk(writer, delta(total))
             await writer.drain()
             await asyncio.sleep(0.01)
             if total > 1 and behaviour == "reset":
@@ -113,14 +122,15 @@ class ChatServer:
                 return
             if total > 1 and behaviour == "stall":
                 await asyncio.sleep(3600)
+        done = b"data: [DONE]\n\n"
         endings = {
-            "error event": [event(error={"message": "out of memory", "code": 500})],
-            "no end": [finish("stop")],
-            "no reason": [b"data: [DONE]\n\n"],
-            "aborted": [finish("abort"), b"data: [DONE]\n\n"],
+            "error event": [event(error={"message": "out of memory"}), done],
+            "no end": [delta(total, {"type": "stop"})],
+            "no reason": [done],
+            "aborted": [delta(total, {"type": "abort", "message": "out of memory", "status_code": 500}), done],
             "garbage": [b"data: {not json\n\n"],
         }
-        for part in endings.get(behaviour, [finish("length"), b"data: [DONE]\n\n"]):
+        for part in endings.get(behaviour, [delta(total, {"type": "length"}, **self.counts), done]):
             chunk(writer, part)
         writer.write(b"0\r\n\r\n")
         await writer.drain()
@@ -145,7 +155,9 @@ def server_info(speculative: bool = True, **gate: Any) -> dict[str, Any]:
     state: dict[str, Any] = {"avg_spec_accept_length": 2.5}
     if gate.get("gate", True) is not None:
         counters = {"mode": "open", "threshold": 5, "transitions": 0, "open_steps": 0, "closed_steps": 0, "running": 0}
-        state["spec_gate"] = counters | {"identity": {"pid": 100, "start_ticks": 7}} | gate
+        state["spec_gate"] = (
+            counters | {"identity": {"pid": 100, "start_ticks": 7}, "settings": {"forced": None}} | gate
+        )
     return {
         "served_model_name": "tiny",
         "version": "0.5.12.post1",

@@ -27,9 +27,9 @@ class GatedServer(ChatServer):
         gate: dict[str, Any] = self.info["internal_states"][0]["spec_gate"]
         return gate
 
-    async def chat(self, body: Any, writer: asyncio.StreamWriter) -> None:
+    async def generate(self, body: Any, writer: asyncio.StreamWriter) -> None:
         self.move("closed" if self.running >= self.closes_at else self.gate["mode"])
-        await super().chat(body, writer)
+        await super().generate(body, writer)
         if self.running == 1 and not self.sticks:
             self.move("open")
 
@@ -61,8 +61,8 @@ def test_the_gate_closes_and_opens_again(tmp_path: Path) -> None:
     document = run(tmp_path, GatedServer(), expect_transitions=True)
     assert document["reasons"] == []
     assert document["ok"] is True
-    assert document["requests"] == {"sent": 12, "answered": 12, "failed": 0, "lost": 0}
-    assert document["warm_up"] == {"sent": 1, "answered": 1, "failed": 0, "lost": 0}
+    assert document["requests"] == {"sent": 12, "answered": 12, "failed": 0, "lost": 0, "unreached": 0}
+    assert document["warm_up"] == {"sent": 1, "answered": 1, "failed": 0, "lost": 0, "unreached": 0}
     assert document["gate"]["closed_steps"] > 0
     assert document["gate"]["transitions"] >= 2
     assert document["gate"]["after"] == "open"
@@ -113,8 +113,8 @@ def test_expected_transitions_need_a_gate(tmp_path: Path) -> None:
 
 def test_a_restart_during_the_load_is_told(tmp_path: Path) -> None:
     class Restarted(GatedServer):
-        async def chat(self, body: Any, writer: asyncio.StreamWriter) -> None:
-            await super().chat(body, writer)
+        async def generate(self, body: Any, writer: asyncio.StreamWriter) -> None:
+            await super().generate(body, writer)
             if len(self.bodies) > 8:
                 self.gate["identity"]["pid"] = 101
 
@@ -128,8 +128,8 @@ def test_a_restart_during_the_load_is_told(tmp_path: Path) -> None:
 
 def test_each_request_without_an_answer_counts_against_the_load(tmp_path: Path) -> None:
     document = run(tmp_path, GatedServer(), ("plain", "refused", "reset"), warm_up=0)
-    assert document["requests"] == {"sent": 12, "answered": 4, "failed": 4, "lost": 4}
-    assert document["reasons"] == ["4 of 12 requests failed", "4 of 12 requests lost"]
+    assert document["requests"] == {"sent": 12, "answered": 4, "failed": 4, "lost": 4, "unreached": 0}
+    assert document["reasons"] == ["requests without an answer: 8 (4 failed, 4 lost); allowed is at most 0"]
     assert sum(error["count"] for error in document["errors"]) == 8
 
 
@@ -143,7 +143,7 @@ def test_a_server_that_dies_in_the_warm_up_is_told_with_its_losses(tmp_path: Pat
         dead = False
 
         async def answer(self, method: str, path: str, body: Any, writer: asyncio.StreamWriter) -> None:
-            self.dead = self.dead or path == "/v1/chat/completions"
+            self.dead = self.dead or path == "/generate"
             if self.dead:
                 writer.transport.abort()
             else:
@@ -152,7 +152,9 @@ def test_a_server_that_dies_in_the_warm_up_is_told_with_its_losses(tmp_path: Pat
     document = run(tmp_path, Dying(), warm_up=20, concurrency=2)
     lost, stopped, silent = document["reasons"]
     assert lost == f"{document['warm_up']['lost']} of {document['warm_up']['sent']} requests lost in the warm-up"
-    assert stopped == f"stopped after {document['warm_up']['lost']} requests lost in a row in the warm-up"
+    total = document["warm_up"]["sent"]
+    rest = f"{20 - total} of 20 were not sent any more"
+    assert stopped == f"stopped after {total} requests without an answer in a row; {rest} in the warm-up"
     assert silent.startswith("GET /server_info: RemoteProtocolError")
     assert document["ok"] is False
 
@@ -160,7 +162,7 @@ def test_a_server_that_dies_in_the_warm_up_is_told_with_its_losses(tmp_path: Pat
 def test_prompts_that_do_not_fit_the_context_are_left_out_and_named(tmp_path: Path) -> None:
     long = "x" * 94  # the server takes a character for a token, its context is 100, and the answer needs 6
     document = run(tmp_path, GatedServer(), ("plain", long))
-    assert document["skipped_prompts"] == [{"name": long, "tokens": 100, "limit": 100}]
+    assert document["skipped_prompts"] == [{"name": long, "kind": "chat", "tokens": 100, "limit": 100}]
     assert document["requests"]["answered"] == 12
     assert document["ok"] is True
 
@@ -175,7 +177,7 @@ def test_kinds_are_measured_apart(tmp_path: Path) -> None:
     server = GatedServer()
 
     async def scenario() -> dict[str, Any]:
-        plan = Plan(2, 10, None, 0, 0, 30.0, False)
+        plan = Plan(concurrency=2, requests=10)
         async with listening(server, tmp_path) as socket:
             return await load(socket, plan, [prompt("plain", "chat"), prompt("refused", "code")])
 
@@ -185,7 +187,7 @@ def test_kinds_are_measured_apart(tmp_path: Path) -> None:
 
 
 def test_without_a_server_the_document_says_so(tmp_path: Path) -> None:
-    plan = Plan(2, 10, None, 0, 0, 5.0, False)
+    plan = Plan(concurrency=2, requests=10, timeout=5.0)
     document = asyncio.run(load(Endpoint(str(tmp_path / "none")), plan, [prompt("plain")]))
     assert document["ok"] is False
     assert len(document["reasons"]) == 1

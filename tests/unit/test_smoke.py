@@ -38,21 +38,26 @@ def test_a_good_server_passes_and_the_document_tells_what_went_over(tmp_path: Pa
 @pytest.mark.parametrize("length", [1.0, 1.2])
 def test_an_accept_length_at_the_floor_fails(tmp_path: Path, length: float) -> None:
     server = ChatServer()
-    server.native["meta_info"]["spec_accept_length"] = length
+    server.counts |= {"spec_verify_ct": 10, "spec_num_correct_drafts": round(10 * (length - 1))}
     document = run(tmp_path, server)
     assert document["ok"] is False
-    assert f"accept length {length:.2f}, expected more than 1.2" in document["reasons"][0]
+    assert document["reasons"] == [
+        f"accept length of a single request: {length:g}; allowed is more than 1.2: the draft does not fit the target "
+        "(wrong draft model, or EAGLE in place of EAGLE3)"
+    ]
+    (limit,) = document["limits"]
+    assert (limit["found"], limit["rule"], limit["allowed"], limit["kept"]) == (length, "more than", 1.2, False)
 
 
 def test_speculation_that_verified_nothing_fails(tmp_path: Path) -> None:
     server = ChatServer()
-    del server.native["meta_info"]["spec_accept_length"]
+    server.counts = {}
     assert "verified no draft" in run(tmp_path, server)["reasons"][0]
 
 
 def test_without_speculation_there_is_no_accept_length_to_check(tmp_path: Path) -> None:
     server = ChatServer(server_info(speculative=False, gate=None))
-    server.native = {"meta_info": {}}
+    server.counts = {}
     document = run(tmp_path, server)
     assert document["ok"] is True
     assert document["accept_length"] is None
@@ -60,7 +65,7 @@ def test_without_speculation_there_is_no_accept_length_to_check(tmp_path: Path) 
 
 def test_a_threshold_of_one_leaves_no_accept_length_to_check(tmp_path: Path) -> None:
     server = ChatServer(server_info(threshold=1))
-    server.native = {"meta_info": {}}
+    server.counts = {}
     assert run(tmp_path, server)["ok"] is True
 
 

@@ -262,13 +262,13 @@ def test_prompts_of_ones_own_are_checked(tmp_path: Path, text: str, message: str
 def test_the_load_is_shown_with_its_errors_and_its_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def scenario() -> dict[str, Any]:
         async with listening(ChatServer(), tmp_path) as socket:
-            plan = Plan(2, 4, None, 0, 0, 30.0, False)
+            plan = Plan(concurrency=2, requests=4)
             return await run_load(socket, plan, [prompt("plain"), prompt("refused", "code")])
 
     render.load([{"host": "a[b]", **asyncio.run(scenario())}, {"host": "gone", "ok": False, "reasons": ["no route"]}])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Load test FAILED on 2 of 2 hosts: a[b], gone"
-    assert "  a[b]: 2 of 4 requests failed" in lines
+    assert "  a[b]: requests without an answer: 2 (2 failed); allowed is at most 0" in lines
     assert "  gone: no route" in lines
     assert any("2 failed: HTTP 400: too long" in line for line in lines)
     assert any("threshold 5: 0 transitions" in line for line in lines)
