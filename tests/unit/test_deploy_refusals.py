@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -49,6 +50,14 @@ def test_a_wrong_threshold_is_refused(tmp_path: Path, given: str) -> None:
     assert status != 0
     assert f'threshold is "{given}". Allowed is a non-negative integer' in output
     assert "-e threshold=5" in output
+    assert "Nothing was touched" in output
+
+
+@pytest.mark.parametrize("given", ["0", '"some"', '[1, "0%"]', '[1, "101%"]', "{}"])
+def test_a_wrong_batch_is_refused(tmp_path: Path, given: str) -> None:
+    status, output = deploy(tmp_path, "-e", f'{{"deploy_serial": {given}}}')
+    assert status != 0
+    assert f"deploy_serial is {given}. Allowed is how many hosts switch at a time" in output
     assert "Nothing was touched" in output
 
 
@@ -134,26 +143,23 @@ def test_a_play_without_hosts_is_an_error(tmp_path: Path, hosts: str, arguments:
     assert "matched no host" in output or "leaves us with no hosts to target" in output
 
 
-def local_play(tmp_path: Path, tasks: list[dict]) -> Path:
+def local_play(tmp_path: Path, tasks: list[dict], **play: Any) -> Path:
     """A playbook of `tasks` that finds the files of playbooks/, to run on this machine without root."""
     for name in ("tasks", "templates"):
         (tmp_path / name).symlink_to(ROOT / "playbooks" / name)
-    play = {"hosts": "sglang_hosts", "gather_facts": False, "any_errors_fatal": True, "tasks": tasks}
+    play |= {"hosts": "sglang_hosts", "gather_facts": False, "any_errors_fatal": True, "tasks": tasks}
     playbook = tmp_path / "playbook.yml"
     playbook.write_text(yaml.safe_dump([play], sort_keys=False))
     return playbook
 
 
-def test_when_one_host_fails_each_host_goes_back(tmp_path: Path) -> None:
+def test_when_one_host_fails_its_batch_goes_back_and_the_roll_ends(tmp_path: Path) -> None:
     """The rescue of deploy.yml itself; of the role service only the activation is replaced, by one that may fail."""
-    rescue = next(
-        task["rescue"]
-        for task in yaml.safe_load((ROOT / "playbooks/deploy.yml").read_text())[0]["tasks"]
-        if "rescue" in task
-    )
+    _, begin, block, end = yaml.safe_load((ROOT / "playbooks/tasks/roll.yml").read_text())
     role = tmp_path / "roles/service/tasks"
     role.mkdir(parents=True)
     touch = "ansible.builtin.file: {path: '{{ playbook_dir }}/{{ inventory_hostname }}.%s', state: touch}\n"
+    (role / "compare.yml").write_text("[]")
     (role / "activate.yml").write_text(
         "- ansible.builtin.fail: {msg: no answer}\n  when: inventory_hostname == 'stuck'\n"
         "- ansible.builtin.set_fact: {service_switched: false}\n"
@@ -175,7 +181,8 @@ def test_when_one_host_fails_each_host_goes_back(tmp_path: Path) -> None:
             "idle": "service_switched=False service_former_id=f5",
         }.items()
     )
-    playbook = local_play(tmp_path, [{"name": "Prove it", "block": [stage], "rescue": rescue}])
+    hosts = f"before {LOCAL}\n{hosts}\nlater {LOCAL}"
+    playbook = local_play(tmp_path, [begin, block | {"block": [stage]}, end], serial=[1, 5])
     status, output = deploy(tmp_path, hosts=hosts, playbook=playbook)
     assert status != 0
     assert {path.name for path in tmp_path.glob("*.*")} - {"inventory.ini", "playbook.yml"} == {
@@ -183,10 +190,11 @@ def test_when_one_host_fails_each_host_goes_back(tmp_path: Path) -> None:
         "healthy.f2",
         "first.stopped",
     }
-    elsewhere = "The deploy failed on another host, so this one does not keep it either."
+    elsewhere = "The deploy failed on another host of the batch, so this one does not keep it either."
+    others = "Done before, and kept: before. Not reached, and not switched: later. Where to look: `fab status`"
     for name, message in {
-        "broken": "Smoke-test: no tokens The former deployment f1 was activated again and is ready.",
-        "healthy": f"{elsewhere} The former deployment f2 was activated again and is ready.",
+        "broken": f"Smoke-test: no tokens The former deployment f1 was activated again and is ready. {others}",
+        "healthy": f"{elsewhere} The former deployment f2 was activated again and is ready. {others}",
         "stuck": f"{elsewhere} GOING BACK FAILED TOO, nothing serves: the former deployment f3 did not become ready. "
         "no answer",
         "first": f"{elsewhere} There was no former deployment to go back to, so the service was stopped;",
@@ -216,9 +224,12 @@ def test_a_listener_whose_process_is_not_visible_is_refused(
 
 
 @pytest.mark.parametrize("deployed", [True, False])
-def test_the_summary_tells_the_threshold_only_of_a_deployment_of_this_run(tmp_path: Path, deployed: bool) -> None:
+def test_the_summary_tells_the_threshold_only_of_a_deployment_of_this_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deployed: bool
+) -> None:
     """With `--tags verify,summary` the variable need not be what serves."""
-    facts = "service_name=sglang service_address=127.0.0.1 service_port=30000"
+    monkeypatch.setenv("ANSIBLE_ROLES_PATH", str(ROOT / "roles"))
+    facts = f"release_root={tmp_path} service_name=sglang service_address=127.0.0.1 service_port=30000"
     facts += " service_deployment_id=d1 release_id=r1" if deployed else ""
     task = {"ansible.builtin.include_tasks": "tasks/summary.yml"}
     status, output = deploy(tmp_path, hosts=f"gpu-1 {LOCAL} {facts}", playbook=local_play(tmp_path, [task]))

@@ -12,8 +12,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLES = sorted(path.name for path in (ROOT / "roles").iterdir() if path.is_dir())
-# The variables of the command line, and the one that the roles release and service share.
-SHARED = {"threshold", "rollback_to", "release_root"}
+# The variables of the command line and of the playbooks, and the one that the roles release and service share.
+SHARED = {"threshold", "rollback_to", "release_root", "deploy_serial"}
 
 
 def load(role: str, path: str) -> dict:
@@ -40,6 +40,12 @@ def test_the_shared_root_has_one_default() -> None:
     default = load("release", "defaults/main.yml")["release_root"]
     assert options("service")["release_root"]["default"] == default
     assert f"default('{default}')" in load("service", "vars/main.yml")["_service_root"]
+
+
+def test_the_batches_have_one_default() -> None:
+    plays = yaml.safe_load((ROOT / "playbooks/deploy.yml").read_text())
+    default = options("preflight")["deploy_serial"]["default"]
+    assert [f"default({default})" in play["serial"] for play in plays if "serial" in play] == [True]
 
 
 @pytest.mark.parametrize("role", ROLES)
