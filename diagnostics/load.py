@@ -129,7 +129,7 @@ class _Measurement:
         gate, problems = gate_report(before.gate, after.gate, reopened, plan.expect_transitions)
         self._facts["gate"] = gate and gate | {"history": history.document()}
         self.reasons += problems
-        if plan.limits.throughput_loss is not None and not self.reasons:
+        if plan.limits.throughput_loss is not None and not (self.reasons or self._client_faults):
             await self._compare_arms(client, traffic, plan.limits.throughput_loss)
 
     def _note(self, result: Result) -> None:

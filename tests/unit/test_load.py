@@ -9,10 +9,20 @@ from typing import Any
 import pytest
 from chat_server import ChatServer, listening, prompt, server_info
 
-from diagnostics import gate_history
+from diagnostics import gate_history, traffic
 from diagnostics import load as load_module
+from diagnostics.fanout import Interruptible
+from diagnostics.limits import LoadLimits
 from diagnostics.load import Plan, load
 from diagnostics.server import Endpoint
+from diagnostics.traffic import Result
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These loads share their process with the server: what they think of the client depends on the machine."""
+    monkeypatch.setattr(traffic, "HARMLESS_LAG_S", 60.0)
+    monkeypatch.setattr(traffic, "CPU_SHARE", 60.0)
 
 
 class GatedServer(ChatServer):
@@ -192,3 +202,140 @@ def test_without_a_server_the_document_says_so(tmp_path: Path) -> None:
     assert document["ok"] is False
     assert len(document["reasons"]) == 1
     assert document["reasons"][0].startswith("GET /server_info: ConnectError")
+
+
+def test_a_client_that_is_too_slow_makes_the_load_invalid_and_not_the_server_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traffic, "CPU_SHARE", 0.0)
+    document = run(tmp_path, GatedServer(), limits=LoadLimits(ttft_p95=0.000001, throughput_loss=5.0))
+    assert document["ok"] is False
+    assert document["reasons"] == document["invalid"]
+    (reason,) = document["reasons"]
+    assert reason.startswith("the client was too slow, these figures are not the server's: it used ")
+    assert [limit["name"] for limit in document["limits"]] == ["requests without an answer"]
+    assert "arms" not in document
+
+
+def test_limits_are_told_with_what_was_found(tmp_path: Path) -> None:
+    document = run(tmp_path, GatedServer(), limits=LoadLimits(ttft_p95=0.000001))
+    errors, first_token = document["limits"]
+    assert errors == {
+        "name": "requests without an answer", "found": 0, "rule": "at most", "allowed": 0, "kept": True,
+    }  # fmt: skip
+    assert first_token["kept"] is False
+    assert document["reasons"] == [
+        f"95th percentile of the time to the first token: {first_token['found']:.4g} s; allowed is at most 1e-06 s"
+    ]
+    assert run(tmp_path, GatedServer(), limits=LoadLimits(ttft_p95=30.0))["ok"] is True
+
+
+def test_some_requests_without_an_answer_may_be_allowed(tmp_path: Path) -> None:
+    document = run(tmp_path, GatedServer(), ("plain", "refused"), warm_up=0, limits=LoadLimits(errors=6))
+    assert (document["requests"]["failed"], document["ok"]) == (6, True)
+    assert run(tmp_path, GatedServer(), ("plain", "refused"), warm_up=0, limits=LoadLimits(errors=5))["ok"] is False
+
+
+def test_a_first_token_that_never_came_keeps_no_limit(tmp_path: Path) -> None:
+    limits = LoadLimits(errors=12, ttft_p95=30.0)
+    document = run(tmp_path, GatedServer(), ("refused",), warm_up=0, limits=limits)
+    assert document["reasons"] == [
+        "95th percentile of the time to the first token: not measured; allowed is at most 30 s"
+    ]
+
+
+class ForcedServer(GatedServer):
+    """Its gate, when nothing holds it, loses half of the throughput; it remembers how it was held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[str | None] = []
+
+    def set_internal_state(self, changes: dict[str, Any]) -> list[bool]:
+        self.held.append(changes["speculative_gate_force"])
+        return super().set_internal_state(changes)
+
+    async def generate(self, body: Any, writer: asyncio.StreamWriter) -> None:
+        if self.gate["settings"]["forced"] is None and self.held:
+            await asyncio.sleep(0.2)
+        await super().generate(body, writer)
+
+
+def test_the_gate_is_measured_against_the_better_arm_and_given_back(tmp_path: Path) -> None:
+    server = ForcedServer()
+    document = run(tmp_path, server, limits=LoadLimits(throughput_loss=20.0))
+    arms = document["arms"]
+    assert {arm: len(rates) for arm, rates in arms["output_tokens_per_s"].items()} == {
+        "gate": 3,
+        "open": 3,
+        "closed": 3,
+    }
+    assert arms["better"] in ("open", "closed")
+    (reason,) = document["reasons"]
+    assert reason.startswith(f"loss of throughput against the gate held {arms['better']}: ")
+    assert reason.endswith("allowed is at most 20 %")
+    # In turns, each first once, and given back at the end.
+    assert server.held[:-1] == [None, "open", "closed", "open", "closed", None, "closed", None, "open"]
+    assert server.held[-1] is None
+    assert run(tmp_path, ForcedServer(), limits=LoadLimits(throughput_loss=99.0))["ok"] is True
+
+
+def test_a_loss_while_an_arm_is_measured_gives_the_gate_back(tmp_path: Path) -> None:
+    class Breaking(ForcedServer):
+        async def generate(self, body: Any, writer: asyncio.StreamWriter) -> None:
+            if self.gate["settings"]["forced"] == "closed":
+                writer.transport.abort()
+            else:
+                await super().generate(body, writer)
+
+    server = Breaking()
+    document = run(tmp_path, server, limits=LoadLimits(throughput_loss=20.0))
+    assert "12 of 12 requests lost while the throughput of 'closed' was measured" in document["reasons"]
+    assert server.gate["settings"]["forced"] is None
+
+
+def test_without_a_gate_there_are_no_arms_to_measure(tmp_path: Path) -> None:
+    document = run(tmp_path, ChatServer(server_info(gate=None)), limits=LoadLimits(throughput_loss=20.0))
+    assert document["reasons"] == ["the server has no gate to hold: it runs without the patch"]
+
+
+def test_a_server_that_does_not_let_go_of_its_gate_is_told(tmp_path: Path) -> None:
+    class Sticking(ForcedServer):
+        def set_internal_state(self, changes: dict[str, Any]) -> list[bool]:
+            if self.held and changes["speculative_gate_force"] is None:
+                return [False]
+            return super().set_internal_state(changes)
+
+    document = run(tmp_path, Sticking(), limits=LoadLimits(throughput_loss=20.0))
+    assert document["ok"] is False
+    assert "the server refused {'speculative_gate_force': None}" in document["reasons"][0]
+
+
+@pytest.mark.parametrize("when", ["load", "arms"])
+def test_an_interrupted_load_tells_what_it_has_and_gives_the_gate_back(tmp_path: Path, when: str) -> None:
+    server = ForcedServer()
+    work = Interruptible()
+
+    def count(result: Result) -> None:
+        if when == "load":
+            work.interrupt()
+
+    def interrupt_when_held(changes: dict[str, Any]) -> list[bool]:
+        if changes["speculative_gate_force"] == "closed":
+            work.interrupt()
+        return ForcedServer.set_internal_state(server, changes)
+
+    server.set_internal_state = interrupt_when_held  # type: ignore[method-assign]
+
+    async def scenario() -> dict[str, Any]:
+        plan = Plan(concurrency=2, requests=12, limits=LoadLimits(throughput_loss=20.0))
+        async with listening(server, tmp_path) as socket:
+            return await load(socket, plan, [prompt("plain")], count)
+
+    document = work.run(scenario())
+    assert document["ok"] is False
+    answered = document["requests"]["answered"]
+    assert document["reasons"] == [f"interrupted after {answered} requests; those in flight were given up"]
+    assert answered == 12 if when == "arms" else 0 < answered < 12
+    assert server.gate["settings"]["forced"] is None
+    assert server.held == ([] if when == "load" else [None, "open", "closed", None])
