@@ -1,10 +1,11 @@
 """The gate's options: names, defaults, and the configurations refused at start."""
 
 import argparse
+import json
 from types import SimpleNamespace
 
 import pytest
-from spec_gate import arguments
+from spec_gate import arguments, profile, server_key
 from spec_gate.policy import Settings
 
 
@@ -31,6 +32,35 @@ def server_args(*options, **changes):
         "enable_return_routed_experts": False,
     }
     return SimpleNamespace(**known | vars(parser.parse_args(options)) | changes)
+
+
+KEY = {
+    "host": "gpu-1",
+    "devices": ["NVIDIA H200"],
+    "driver": "570.86.10",
+    "sglang_version": "0.5.12.post1",
+    "series": "0.5.12.post1-000000000000",
+    "model": "/models/target",
+    "draft": "/models/draft",
+    "tp_size": 1,
+    "speculative": {"num_steps": 3, "eagle_topk": 4, "num_draft_tokens": 8},
+}
+
+
+@pytest.fixture
+def profile_path(tmp_path, monkeypatch):
+    """A profile of this server."""
+    monkeypatch.setattr(arguments, "server_key", lambda _server_args: KEY)
+    path = tmp_path / "profile.json"
+    document = profile.make(
+        made="2026-01-02T03:04:05Z",
+        key=KEY,
+        cells=[profile.Cell(1, 128, 0.012, 0.010)],
+        acceptance_seen=None,
+        recommended=dict.fromkeys(profile.RECOMMENDED_FIELDS),
+    )
+    path.write_text(json.dumps(document))
+    return path
 
 
 def test_without_options_the_gate_is_off():
@@ -96,14 +126,15 @@ UNSUPPORTED = [
 
 
 @pytest.mark.parametrize(("changes", "word"), UNSUPPORTED)
-def test_an_untried_configuration_is_refused_in_one_sentence_and_only_with_a_threshold(changes, word):
-    with pytest.raises(arguments.ArgumentError) as refusal:
-        arguments.check(server_args("--speculative-disable-batch-threshold", "5", **changes))
-    message = str(refusal.value)
-    assert word in message
-    assert "--speculative-disable-batch-threshold 5" in message
-    assert "leave" in message
-    assert "\n" not in message
+def test_an_untried_configuration_is_refused_in_one_sentence_and_only_with_a_gate(changes, word, profile_path):
+    for option in (("--speculative-disable-batch-threshold", "5"), ("--speculative-gate-profile", str(profile_path))):
+        with pytest.raises(arguments.ArgumentError) as refusal:
+            arguments.check(server_args(*option, **changes))
+        message = str(refusal.value)
+        assert word in message
+        assert " ".join(option) in message
+        assert "leave" in message
+        assert "\n" not in message
     arguments.check(server_args(**changes))
     arguments.check(server_args("--speculative-disable-batch-threshold", "0", **changes))
 
@@ -117,3 +148,45 @@ def test_the_sync_interval_has_a_default_and_no_negative_values():
 
 def test_the_supported_configuration_passes():
     arguments.check(server_args("--speculative-disable-batch-threshold", "5"))
+
+
+def test_the_profile_of_this_server_reaches_the_settings(profile_path):
+    given = server_args("--speculative-gate-profile", str(profile_path), "--speculative-gate-force", "open")
+    arguments.check(given)
+    settings = arguments.settings(given)
+    assert (settings.profile.id, settings.threshold, settings.gated) == (profile.load(profile_path).id, 0, True)
+
+
+def test_a_profile_of_another_server_is_refused_with_what_differs(profile_path, monkeypatch):
+    monkeypatch.setattr(arguments, "server_key", lambda _server_args: KEY | {"driver": "580.1", "host": "gpu-2"})
+    for more in ((), ("--speculative-disable-batch-threshold", "5")):
+        with pytest.raises(arguments.ArgumentError) as refusal:
+            arguments.check(server_args("--speculative-gate-profile", str(profile_path), *more))
+        assert str(refusal.value) == (
+            f"--speculative-gate-profile {profile_path} was measured on another server (host was gpu-1 and is gpu-2; "
+            "driver was 570.86.10 and is 580.1): calibrate again, or leave the profile out"
+        )
+
+
+def test_a_profile_that_cannot_be_read_is_refused_by_the_name_of_its_option(tmp_path):
+    with pytest.raises(arguments.ArgumentError) as refusal:
+        arguments.check(server_args("--speculative-gate-profile", str(tmp_path / "none.json")))
+    assert str(refusal.value).startswith(f"--speculative-gate-profile {tmp_path}/none.json cannot be read")
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_key_of_a_server_has_the_fields_of_a_profile(monkeypatch):
+    monkeypatch.setattr(server_key.importlib.metadata, "version", {"sglang": "0.5.12.post1"}.get)
+    names = {
+        "device": "cpu",
+        "tp_size": 2,
+        "model_path": "/models/target",
+        "speculative_draft_model_path": "/models/draft",
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 4,
+        "speculative_num_draft_tokens": 8,
+    }
+    key = server_key.server_key(SimpleNamespace(**names))
+    assert tuple(key) == profile.KEY_FIELDS
+    assert tuple(key["speculative"]) == profile.SHAPE_FIELDS
+    assert (key["devices"], key["driver"], key["sglang_version"]) == (["cpu", "cpu"], None, "0.5.12.post1")

@@ -180,6 +180,7 @@ def test_the_defaults_are_described_as_they_act():
         "dwell_steps": 32,
         "kv_token_threshold": 0,
         "forced": None,
+        "profile": None,
     }
 
 

@@ -73,6 +73,12 @@ def test_the_status_file_holds_identity_and_gate(policy, clock, tmp_path):
         "closed_steps": 1,
         "reason": "running 7 >= threshold 5",
         "running": 7,
+        "forced": None,
+        "profile": None,
+        "acceptance": None,
+        "break_even": None,
+        "passed_probes": 0,
+        "failed_probes": 0,
     }
     assert [path.name for path in tmp_path.iterdir()] == ["rank-1.json"]
 

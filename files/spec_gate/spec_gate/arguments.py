@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from spec_gate import profile as profiles
 from spec_gate import secret
 from spec_gate.policy import DEFAULT_DWELL_STEPS, Settings, SettingsError
+from spec_gate.server_key import server_key
 
 # Setting of the policy: the field of ServerArgs that carries it.
 FIELDS = {
@@ -20,7 +22,7 @@ FIELDS = {
     "forced": "speculative_gate_force",
 }
 
-
+PROFILE = "speculative_gate_profile"
 SYNC_INTERVAL = "speculative_gate_sync_interval"
 DEFAULT_SYNC_INTERVAL = 32
 
@@ -71,6 +73,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="Hold speculation on (open) or off (closed) whatever the load, for measurements.",
     )
     group.add_argument(
+        option(PROFILE),
+        metavar="PATH",
+        help="Switch speculation by the acceptance of late and this profile of the host's step costs, unless a "
+        "threshold above 0 is given.",
+    )
+    group.add_argument(
         option(SYNC_INTERVAL),
         type=int,
         metavar="N",
@@ -89,9 +97,21 @@ def sync_interval(server_args: Any) -> int:
     return given
 
 
+def profile(server_args: Any) -> profiles.Profile | None:
+    """The profile that was given; None without one. Raises ArgumentError when it cannot be read or is not sound."""
+    path = getattr(server_args, PROFILE)
+    if path is None:
+        return None
+    try:
+        return profiles.load(path)
+    except profiles.ProfileError as error:
+        raise ArgumentError(f"{option(PROFILE)} {error}") from None
+
+
 def settings(server_args: Any) -> Settings:
     """The policy's settings from SGLang's arguments. Raises ArgumentError when a value is not allowed."""
     given = {name: getattr(server_args, field) for name, field in FIELDS.items()}
+    given["profile"] = profile(server_args)
     try:
         return Settings(**{name: value for name, value in given.items() if value is not None})
     except SettingsError as error:
@@ -102,17 +122,19 @@ def check(server_args: Any) -> None:
     """Refuse what the gate cannot serve or has not been tried with: raises ArgumentError.
 
     To be called when SGLang has chosen the overlap schedule, and before it drops an adaptive speculation it cannot do.
-    Without a threshold every configuration passes: the gate is off.
+    Without a threshold and a profile every configuration passes: the gate is off.
     """
-    threshold = settings(server_args).threshold
+    chosen = settings(server_args)
     sync_interval(server_args)
-    if threshold == 0:
+    if not chosen.gated:
         return
-    gate = f"{option(FIELDS['threshold'])} {threshold}"
+    gate, other = f"{option(FIELDS['threshold'])} {chosen.threshold}", "the threshold"
+    if chosen.threshold == 0:
+        gate, other = f"{option(PROFILE)} {getattr(server_args, PROFILE)}", "the profile"
     algorithm = server_args.speculative_algorithm
     if algorithm != "EAGLE3":
         raise ArgumentError(
-            f"{gate} needs --speculative-algorithm EAGLE3, given is {algorithm}: give that or leave the threshold out"
+            f"{gate} needs --speculative-algorithm EAGLE3, given is {algorithm}: give that or leave {other} out"
         )
     refused = {
         "--enable-dp-attention": server_args.enable_dp_attention,
@@ -134,3 +156,10 @@ def check(server_args: Any) -> None:
     for what, present in refused.items():
         if present:
             raise ArgumentError(f"{gate} does not work with {what}: leave one of the two out")
+    if chosen.profile is not None:
+        differing = profiles.mismatch(chosen.profile.key, server_key(server_args))
+        if differing is not None:
+            raise ArgumentError(
+                f"{option(PROFILE)} {getattr(server_args, PROFILE)} was measured on another server ({differing}): "
+                "calibrate again, or leave the profile out"
+            )

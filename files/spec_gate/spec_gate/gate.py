@@ -13,6 +13,7 @@ import sglang
 
 from spec_gate import arguments, metrics, status
 from spec_gate.policy import Policy, SettingsError
+from spec_gate.server_key import server_key
 from spec_gate.switch import Switch
 
 if TYPE_CHECKING:
@@ -25,15 +26,19 @@ logger = logging.getLogger(__name__)
 class Gate:
     """One gate per scheduler process, that is per tensor-parallel rank.
 
-    Without a threshold it reports who the process is, and the scheduler runs as released.
+    Without a threshold and a profile it reports who the process is, and the scheduler runs as released.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._policy = Policy(arguments.settings(scheduler.server_args))
         self._running = 0
-        threshold = self._policy.settings.threshold
-        self._switch = Switch(scheduler, arguments.sync_interval(scheduler.server_args)) if threshold else None
+        settings = self._policy.settings
+        threshold = settings.threshold
+        self._switch = Switch(scheduler, arguments.sync_interval(scheduler.server_args)) if settings.gated else None
+        self._key = server_key(scheduler.server_args) if settings.gated else None
+        if threshold and settings.profile is not None:
+            logger.info("The gate does not use profile %s while threshold %d is set", settings.profile.id, threshold)
         if threshold > scheduler.max_running_requests:
             logger.warning(
                 "The gate can never close: its threshold is %d and at most %d requests run; raise "
@@ -75,8 +80,8 @@ class Gate:
         # The prefilled requests join the running batch in the next step only.
         reqs = _unfinished(s.running_batch.reqs) + (_unfinished(last.reqs) if prefilled else [])
         self._running = len(reqs)
-        # Filled in for the second trigger only: the sum costs more than the decision.
-        kv_tokens = sum(req.seqlen for req in reqs) if self._policy.settings.kv_token_threshold else 0
+        # Summed where it counts only: the sum costs more than the decision.
+        kv_tokens = sum(req.seqlen for req in reqs) if self._policy.settings.needs_kv_tokens else 0
         decision = self._policy.decide(len(reqs), kv_tokens)
         if decision.changed:
             self._reporter.transition(self._state(), self._policy.steps)
@@ -85,6 +90,16 @@ class Gate:
             return False
         self._switch.to(closed)
         return True
+
+    def verified(self, requests: int, correct_drafts: int) -> None:
+        """After a verify step, when the scheduler has its result: so many drafted tokens were right, of all requests.
+
+        In the overlap loop the scheduler has it one step later; on every rank at the same place in its loop.
+        """
+        if self._switch is None:
+            return
+        self._policy.observe(requests, requests + correct_drafts)
+        self._switch.verified(requests, requests + correct_drafts)
 
     @property
     def setting_names(self) -> set[str]:
@@ -110,7 +125,8 @@ class Gate:
     def describe(self) -> dict[str, object]:
         """The block `spec_gate` of /server_info."""
         settings = self._policy.settings.describe()
-        return self._state() | {"settings": settings, "identity": self._reporter.identity}
+        described = self._state() | {"settings": settings, "identity": self._reporter.identity}
+        return described | {"profile_key": self._key} if self._key is not None else described
 
     def _state(self) -> dict[str, object]:
         state = status.gate(self._policy, self._running)

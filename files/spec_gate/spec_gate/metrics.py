@@ -28,7 +28,10 @@ class Metrics:
         self._accept_length = gauge(
             "accept_length_since_open", "Tokens per verify step since speculation last came on."
         )
+        self._acceptance = gauge("acceptance", "Tokens per verify step of late, as the profile is applied to them.")
+        self._break_even = gauge("break_even", "Tokens per verify step above which speculation pays, by the profile.")
         self._transitions = counter("transitions", "Switches of speculation.", "to", ("closed", "open"))
+        self._probes = counter("probes", "Short openings to measure the acceptance.", "outcome", ("failed", "passed"))
         self._steps = counter("steps", "Decode steps.", "mode", ("closed", "open"))
         synced = Counter("sglang:spec_gate_synced_tokens", "Tokens that the draft model caught up with.", labels)
         seconds = Counter("sglang:spec_gate_sync_seconds", "Seconds spent on launching that.", labels)
@@ -46,9 +49,13 @@ class Metrics:
         self._threshold.set(now["threshold"])
         self._pending.set(now["pending_sync_steps"])
         self._accept_length.set(now["accept_length_since_open"] or 0)
+        self._acceptance.set(now["acceptance"] or 0)
+        self._break_even.set(now["break_even"] or 0)
         # The gate starts open, and each second transition opens it.
         self._count(self._transitions["closed"], "to_closed", (now["transitions"] + 1) // 2)
         self._count(self._transitions["open"], "to_open", now["transitions"] // 2)
+        self._count(self._probes["passed"], "passed_probes", now["passed_probes"])
+        self._count(self._probes["failed"], "failed_probes", now["failed_probes"])
         self._count(self._steps["closed"], "closed_steps", now["closed_steps"])
         self._count(self._steps["open"], "open_steps", now["open_steps"])
         self._count(self._synced_tokens, "synced_tokens", now["synced_tokens"])

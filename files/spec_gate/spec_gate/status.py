@@ -52,16 +52,30 @@ def identity(policy: Policy, *, worker: type, tp_rank: int, tp_size: int, sglang
 
 
 def gate(policy: Policy, running: int) -> dict[str, object]:
-    """The gate's state as /server_info and the status file show it; `running` as of the last decision."""
+    """The gate's state as /server_info and the status file show it; `running` as of the last decision.
+
+    `profile` is the id of the profile that the gate closes and opens by: None while there is none or a threshold wins.
+    """
+    settings, rule = policy.settings, policy.by_profile
     return {
         "mode": policy.mode,
-        "threshold": policy.settings.threshold,
+        "threshold": settings.threshold,
         "transitions": policy.transitions,
         "open_steps": policy.open_steps,
         "closed_steps": policy.closed_steps,
         "reason": policy.reason,
         "running": running,
+        "forced": settings.forced,
+        "profile": settings.profile.id if settings.profile is not None and settings.threshold == 0 else None,
+        "acceptance": _rounded(rule.acceptance) if rule is not None else None,
+        "break_even": _rounded(rule.break_even) if rule is not None else None,
+        "passed_probes": rule.passed_probes if rule is not None else 0,
+        "failed_probes": rule.failed_probes if rule is not None else 0,
     }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
 
 
 class Reporter:

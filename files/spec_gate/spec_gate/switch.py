@@ -36,8 +36,10 @@ class Switch:
 
     def __init__(self, scheduler: Scheduler, sync_interval: int) -> None:
         self.closed = False
-        self._accepted_at_open = (0, 0)
         self._scheduler = scheduler
+        # Since the gate opened, over all requests.
+        self._accepted_tokens = 0
+        self._verify_steps = 0
         worker = scheduler.draft_worker
         if scheduler.enable_overlap:  # EAGLEWorkerV2, which only holds what drafts
             self._draft_sync = DraftSync(worker.draft_worker, worker.draft_worker.draft_runner, sync_interval)
@@ -76,8 +78,15 @@ class Switch:
             "syncs": sync.syncs,
             "synced_tokens": sync.synced_tokens,
             "sync_seconds": round(sync.sync_seconds, 4),
-            "accept_length_since_open": self._accept_length_since_open(),
+            "accept_length_since_open": (
+                round(self._accepted_tokens / self._verify_steps, 3) if self._verify_steps else None
+            ),
         }
+
+    def verified(self, requests: int, tokens: int) -> None:
+        """Count a verify step of `requests` that accepted `tokens`, bonus tokens included."""
+        self._accepted_tokens += tokens
+        self._verify_steps += requests
 
     def to(self, closed: bool) -> None:
         """Switch to closed, or to open. Only between two steps; the event loop must be entered anew after it."""
@@ -95,21 +104,6 @@ class Switch:
         if not closed:
             self._open(batch)
         s.last_batch = None
-
-    def _accepted(self) -> tuple[int, int]:
-        """Tokens and verify steps so far, summed over the requests, as SGLang counts them."""
-        s = self._scheduler
-        return (
-            s.spec_total_num_accept_tokens + s.spec_num_accept_tokens,
-            s.spec_total_num_forward_ct + s.spec_num_forward_ct,
-        )
-
-    def _accept_length_since_open(self) -> float | None:
-        tokens, steps = self._accepted()
-        if steps < self._accepted_at_open[1]:  # /set_internal_state has reset SGLang's counts
-            self._accepted_at_open = (0, 0)
-        tokens, steps = tokens - self._accepted_at_open[0], steps - self._accepted_at_open[1]
-        return round(tokens / steps, 3) if steps else None
 
     def _merged_batch(self) -> ScheduleBatch:
         """The running batch with the last prefill merged into it and without finished requests."""
@@ -139,7 +133,7 @@ class Switch:
 
     def _open(self, batch: ScheduleBatch) -> None:
         s = self._scheduler
-        self._accepted_at_open = self._accepted()
+        self._accepted_tokens = self._verify_steps = 0
         if not batch.is_empty():
             self._set_lengths(batch)
             draft_input = self._draft_sync.open(batch.get_model_worker_batch(), self._latest_tokens(batch))

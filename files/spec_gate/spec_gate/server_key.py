@@ -1,0 +1,76 @@
+"""What a profile is bound to: the host, its devices and driver, the versions, the models and the speculative shape.
+
+    python -m spec_gate.server_key SERVER ARGUMENTS...
+
+prints the key of a server that would be started with these arguments, as one JSON line.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import socket
+import sys
+from typing import Any
+
+from spec_gate import loaded
+
+
+def server_key(server_args: Any) -> dict[str, Any]:
+    """The key of this server, with the fields `profile.KEY_FIELDS`; `server_args` as SGLang has completed them.
+
+    devices: the name of each rank's device. driver: that of NVIDIA's devices, else None.
+    """
+    devices, driver = ["cpu"] * server_args.tp_size, None
+    if server_args.device == "cuda":
+        devices, driver = _cuda_devices(server_args), _nvidia_driver()
+    return {
+        "host": socket.gethostname(),
+        "devices": devices,
+        "driver": driver,
+        "sglang_version": importlib.metadata.version("sglang"),
+        "series": ",".join(sorted({module.series for module in loaded.registered()})),
+        "model": server_args.model_path,
+        "draft": server_args.speculative_draft_model_path,
+        "tp_size": server_args.tp_size,
+        "speculative": {
+            "num_steps": server_args.speculative_num_steps,
+            "eagle_topk": server_args.speculative_eagle_topk,
+            "num_draft_tokens": server_args.speculative_num_draft_tokens,
+        },
+    }
+
+
+def _cuda_devices(server_args: Any) -> list[str]:
+    import torch
+
+    # As SGLang places its ranks; of several nodes each one has its own.
+    here = server_args.tp_size // server_args.nnodes
+    places = [server_args.base_gpu_id + rank * server_args.gpu_id_step for rank in range(here)]
+    return [torch.cuda.get_device_name(place) for place in places]
+
+
+def _nvidia_driver() -> str | None:
+    import torch
+
+    if torch.version.cuda is None:
+        return None
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        version = pynvml.nvmlSystemGetDriverVersion()
+    finally:
+        pynvml.nvmlShutdown()
+    return version.decode() if isinstance(version, bytes) else version
+
+
+def main() -> None:
+    """Print the key for the arguments on the command line; SGLang refuses what it does not know."""
+    from sglang.srt.server_args import prepare_server_args
+
+    print(json.dumps(server_key(prepare_server_args(sys.argv[1:]))))
+
+
+if __name__ == "__main__":
+    main()
