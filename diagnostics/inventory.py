@@ -49,7 +49,7 @@ class Host:
     @property
     def keys_path(self) -> str:
         """Path on the host of the keys of the server; for root only, and there only where it has keys."""
-        return f"{self.release_root}/current/server.yaml"
+        return f"{self.release_root}/current/credentials/server.yaml"
 
     @property
     def unit(self) -> str:

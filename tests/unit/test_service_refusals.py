@@ -1,0 +1,58 @@
+"""What the role service refuses before any host is reached: open secrets, unfit keys, every interface."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_deploy_refusals import deploy
+
+KEY = "0123456789abcdef"
+ARGUMENTS = {"model-path": "/m", "max-running-requests": 8}
+
+
+def refusal(tmp_path: Path, **variables: Any) -> str:
+    given = tmp_path / "given.yml"
+    given.write_text(json.dumps({"threshold": 5, "service_server_arguments": ARGUMENTS} | variables))
+    status, output = deploy(tmp_path, "-e", f"@{given}")
+    assert status != 0
+    return output
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"service_api_key": "short"}, "service_api_key: a key has at least 16 characters"),
+        ({"service_admin_api_key": KEY + " "}, "service_admin_api_key: a key has at least 16 characters"),
+        ({"service_api_key": KEY + "ä"}, "service_api_key: a key has at least 16 characters"),
+        (
+            {"service_api_key": KEY, "service_server_arguments": ARGUMENTS | {"tokenizer-worker-num": 2}},
+            "SGLang checks keys in one tokenizer process only",
+        ),
+        (
+            {"service_server_arguments": ARGUMENTS | {"ssl-keyfile-password": KEY}},
+            "service_server_arguments has ssl-keyfile-password. Everybody on the host can read command lines",
+        ),
+        ({"service_server_arguments": ARGUMENTS | {"config": "/x.yaml"}}, "config have variables of their own"),
+        ({"service_credentials": {"../key": KEY}}, "service_credentials has ../key. Names are letters"),
+        ({"service_address": "0.0.0.0"}, "service_address is '0.0.0.0', every interface of the host"),
+        ({"service_address": "::"}, "service_address is '::', every interface of the host"),
+    ],
+)
+def test_before_any_host_is_reached(tmp_path: Path, given: dict[str, Any], reason: str) -> None:
+    output = refusal(tmp_path, **given)
+    assert reason in output
+    assert "Nothing was touched" in output
+    assert "Cannot become root" not in output
+    assert KEY not in output
+
+
+def test_what_is_allowed_is_followed_by_a_connection(tmp_path: Path) -> None:
+    output = refusal(
+        tmp_path, service_api_key=KEY, service_address="0.0.0.0", service_all_interfaces=True,
+        service_credentials={"hf-token": KEY},
+    )  # fmt: skip
+    assert "Cannot become root on gpu-1" in output
+    assert KEY not in output
