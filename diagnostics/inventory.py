@@ -12,7 +12,7 @@ import functools
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ class Host:
     """One host of the inventory.
 
     ``ssh_options`` are the arguments that Ansible would give to OpenSSH, without the destination; relative paths in
-    them are meant from the repository's root, where ``ansible.cfg`` lies.
+    them are meant from the repository's root, where ``ansible.cfg`` lies. ``variables`` are all that the inventory
+    sets for the host; each is templated when it is looked up.
     """
 
     name: str
@@ -40,6 +41,19 @@ class Host:
     ssh_options: tuple[str, ...]
     release_root: str
     service_name: str
+    variables: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def given(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return those of the variables *names* that the inventory sets, as plain values.
+
+        Raises UsageError when one cannot be templated.
+        """
+        from ansible.errors import AnsibleError
+
+        try:
+            return {name: _plain(self.variables[name]) for name in names if name in self.variables}
+        except AnsibleError as error:
+            raise UsageError(f"{self.name}: a variable of the inventory cannot be used: {error}") from error
 
     @property
     def deployment_path(self) -> str:
@@ -55,6 +69,15 @@ class Host:
     def unit(self) -> str:
         """Name of the systemd unit that serves."""
         return f"{self.service_name}.service"
+
+
+def _plain(value: Any) -> Any:
+    """Ansible's lazy containers as dictionaries and lists."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
 
 
 def load_hosts(inventories: Sequence[str] | None = None, limit: str | None = None) -> list[Host]:
@@ -154,6 +177,7 @@ def _host(name: str, variables: Mapping[str, Any]) -> Host:
         ssh_options=ssh_options(options),
         release_root=service["release_root"].rstrip("/"),
         service_name=service["service_name"],
+        variables=variables,
     )
 
 

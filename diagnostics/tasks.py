@@ -22,6 +22,7 @@ from diagnostics import prompts as prompt_files
 from diagnostics import render
 from diagnostics.connect import connect, tunnel
 from diagnostics.deployment import read_deployment, read_key
+from diagnostics.doctor import doctor as host_doctor
 from diagnostics.fanout import Entry, Interruptible, on_each
 from diagnostics.inventory import Host, UsageError, load_hosts
 from diagnostics.journal import journal
@@ -282,3 +283,28 @@ def verify_worker(
     else:
         verify.show(verdicts)
     raise Exit(code=verify.exit_status(verdicts))
+
+
+@diagnostic_task(host_doctor.SCHEMA, timeout="seconds that a host may take (default 60)")
+def doctor(
+    context: fabric.Connection,
+    *,
+    timeout: str = "60",
+    limit: str | None = None,
+    inventory: Sequence[str] | None = None,
+    json: bool = False,
+) -> None:
+    """Check each host as the deploy's preflight does: GPUs, driver, kernel, PCIe, memory, disk, port, models.
+
+    Exit status: 0 fit, 1 a check failed or a host did not answer, 3 something could not be told, 2 wrong use.
+    """
+    seconds = number("timeout", timeout, minimum=1, unit="seconds")
+    hosts = load_hosts(inventory, limit)
+    wanted = {host.name: host_doctor.expected_of(host) for host in hosts}
+    entries = on_each(hosts, lambda host: host_doctor.examine(host, wanted[host.name], seconds), seconds)
+    status = host_doctor.exit_status(entries)
+    if json:
+        print_json({"schema": host_doctor.SCHEMA, "ok": status == SUCCESS, "hosts": entries})
+    else:
+        host_doctor.show(entries)
+    raise Exit(code=status)
