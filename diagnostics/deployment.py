@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import fabric
 
@@ -32,21 +34,33 @@ class Deployment:
     keys: tuple[str, ...]
 
 
-def read_deployment(connection: fabric.Connection, host: Host, timeout: float = 10.0) -> Deployment:
-    """Read the active deployment; raises HostUnreachable when there is none or it is not understood."""
+def read_document(connection: fabric.Connection, host: Host, timeout: float = 10.0) -> Mapping[str, Any]:
+    """Read the active ``deployment.json``; raises HostUnreachable when there is none or it is not understood."""
     path = host.deployment_path
     answer = execute(connection, f"cat {shlex.quote(path)}", timeout)
     if not answer.ok:
         raise HostUnreachable(f"nothing is deployed: {answer.stderr.strip()}; run deploy.yml")
     try:
-        document = json.loads(answer.stdout)
-        if document["schema"] != SCHEMA:
-            raise HostUnreachable(f"{path} has schema {document['schema']!r}; this version reads {SCHEMA}")
+        document: Mapping[str, Any] = json.loads(answer.stdout)
+        schema = document["schema"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise HostUnreachable(f"{path} is not a deployment ({type(error).__name__}: {error})") from error
+    if schema != SCHEMA:
+        raise HostUnreachable(f"{path} has schema {schema!r}; this version reads {SCHEMA}")
+    return document
+
+
+def read_deployment(connection: fabric.Connection, host: Host, timeout: float = 10.0) -> Deployment:
+    """Read what the diagnostics need of the active deployment; raises HostUnreachable like ``read_document``."""
+    document = read_document(connection, host, timeout)
+    try:
         # Written without keys when there was no way to give a server any.
         document = {**document, "keys": tuple(document.get("keys", ()))}
         return Deployment(**{name: document[name] for name in Deployment.__dataclass_fields__})
-    except (ValueError, KeyError, TypeError) as error:
-        raise HostUnreachable(f"{path} is not a deployment ({type(error).__name__}: {error})") from error
+    except (KeyError, TypeError) as error:
+        raise HostUnreachable(
+            f"{host.deployment_path} is not a deployment ({type(error).__name__}: {error})"
+        ) from error
 
 
 def read_key(connection: fabric.Connection, host: Host, deployment: Deployment, timeout: float = 10.0) -> str | None:

@@ -18,7 +18,13 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-SERVICE_DEFAULTS: Mapping[str, str] = {"release_root": "/opt/sglang", "service_name": "sglang"}
+REPORTS = REPOSITORY / "reports"
+
+SERVICE_DEFAULTS: Mapping[str, str] = {
+    "release_root": "/opt/sglang",
+    "service_name": "sglang",
+    "acceptance_reports": str(REPORTS),
+}
 SSH_CONNECTIONS = ("ssh", "smart", "ansible.builtin.ssh")
 
 
@@ -32,7 +38,8 @@ class Host:
 
     ``ssh_options`` are the arguments that Ansible would give to OpenSSH, without the destination; relative paths in
     them are meant from the repository's root, where ``ansible.cfg`` lies. ``variables`` are all that the inventory
-    sets for the host; each is templated when it is looked up.
+    sets for the host; each is templated when it is looked up. ``reports`` is the folder of documents and pages on this
+    machine.
     """
 
     name: str
@@ -42,6 +49,7 @@ class Host:
     release_root: str
     service_name: str
     variables: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    reports: Path = REPORTS
 
     def given(self, names: Sequence[str]) -> dict[str, Any]:
         """Return those of the variables *names* that the inventory sets, as plain values.
@@ -178,6 +186,7 @@ def _host(name: str, variables: Mapping[str, Any]) -> Host:
         release_root=service["release_root"].rstrip("/"),
         service_name=service["service_name"],
         variables=variables,
+        reports=REPOSITORY / service["acceptance_reports"],
     )
 
 

@@ -20,6 +20,11 @@ def integer(option: str, given: str, *, minimum: int) -> int:
     return value
 
 
+def integers(option: str, given: str, *, minimum: int) -> list[int]:
+    """Return the integers of *given* (with commas between, each at least *minimum*), ascending; raises UsageError."""
+    return sorted({integer(option, part.strip(), minimum=minimum) for part in given.split(",")})
+
+
 def positive(option: str, given: str | None, *, unit: str, maximum: float = math.inf) -> float | None:
     """Return *given* as a finite number above 0 and of at most *maximum* (in *unit*), or None; raises UsageError."""
     if given is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from diagnostics.compare import Comparison
 from diagnostics.fanout import Entry
 from diagnostics.inventory import Host
 from diagnostics.load import Plan
@@ -247,3 +249,98 @@ def line_printer(host: Host, hosts: int) -> Callable[[str], None]:
     """Return a function that prints one followed line, with the host's name where there are several."""
     prefix = f"{host.name} | " if hosts > 1 else ""
     return lambda line: print(f"{prefix}{line}", flush=True)
+
+
+def report(facts: Mapping[str, Any], path: Path) -> None:
+    """Print the verdict, and where the page is."""
+    console = make_console()
+    style = {"good": "bold green", "failed": "bold red"}.get(facts["state"], "yellow")
+    console.print(Text(facts["headline"], style), soft_wrap=True)
+    for host in facts["hosts"]:
+        for reason in host["reasons"]:
+            console.print(Text(f"  {host['host']}: {reason}"), soft_wrap=True)
+    console.print(Text(f"The page: {path}"), soft_wrap=True)
+
+
+class Steps:
+    """One bar on standard error over the starts and levels of a comparison, with an estimate of what is left."""
+
+    def __init__(self, comparison: Comparison, deployment: Mapping[str, Any]) -> None:
+        starts = comparison.rounds * len(comparison.arms)
+        columns = (
+            rich_progress.TextColumn("{task.description}", markup=False),
+            rich_progress.BarColumn(),
+            rich_progress.MofNCompleteColumn(),
+            rich_progress.TimeElapsedColumn(),
+            rich_progress.TextColumn("about"),
+            # Starts and levels take turns, so that the mean of all steps tells what is left.
+            rich_progress.TimeRemainingColumn(elapsed_when_finished=False),
+            rich_progress.TextColumn("left"),
+        )
+        console = Console(stderr=True)
+        self._bars = rich_progress.Progress(
+            *columns, console=console, disable=not console.is_terminal, speed_estimate_period=86400.0
+        )
+        # Each start, its levels, and the start of the former deployment at the end.
+        self._task = self._bars.add_task("", total=starts * (1 + len(comparison.levels)) + 1)
+        self._begun = False
+        if console.is_terminal:
+            console.print(
+                f"{starts} starts of the server in {comparison.rounds} rounds; deployment {deployment['id']} serves "
+                "again at the end. Should this program be killed: ansible-playbook playbooks/rollback.yml "
+                f"-e rollback_to={deployment['id']}"
+            )
+
+    def next(self, text: str) -> None:
+        """Say what is done next; what was done before is over."""
+        self._bars.update(self._task, description=text, advance=1 if self._begun else 0)
+        self._begun = True
+
+    def __enter__(self) -> Steps:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+
+def compare(entries: Sequence[Entry]) -> None:
+    """Show each arm's figures at each concurrency, and which differences are more than noise."""
+    console = make_console()
+    _outcome(console, "Comparison", entries)
+    for entry in entries:
+        if entry.get("summary"):
+            _comparison(console, entry)
+
+
+def _comparison(console: Console, entry: Entry) -> None:
+    levels = sorted({row["concurrency"] for row in entry["summary"]})
+    rows = {(row["arm"], row["concurrency"]): row for row in entry["summary"]}
+    told = {(row["against"], row["concurrency"]): row for row in entry["differences"]}
+    first = entry["plan"]["arms"][0]
+    table = Table(
+        title=f"{entry['host']}  tok/s, median (least to greatest) of {entry['plan']['rounds']} rounds; "
+        f"below it {first} over the arm",
+        title_justify="left",
+    )
+    table.add_column("arm")
+    for level in levels:
+        table.add_column(f"C={level}", justify="right")
+    for arm in entry["plan"]["arms"]:
+        cells = []
+        for level in levels:
+            rate = (rows.get((arm, level)) or {}).get("output_tokens_per_s")
+            cell = f"{rate['median']:.1f} ({rate['min']:.1f} to {rate['max']:.1f})" if rate else "-"
+            if (row := told.get((arm, level))) is not None:
+                interval = f" [{row['interval'][0]:.2f}, {row['interval'][1]:.2f}]" if row["interval"] else ""
+                cell += f"\n{row['ratio']:.2f}x{interval} {row['says']}"
+            cells.append(Text(cell))
+        table.add_row(Text(arm), *cells)
+    console.print(table)
+    for arm in entry["arms"]:
+        console.print(Text(f"{arm['name']}: {arm['what']}; {arm['proof']}", "dim"), soft_wrap=True)
+    console.print(
+        Text(f"active again: {entry['restored']['deployment']}, {entry['restored']['proof']}"), soft_wrap=True
+    )

@@ -20,16 +20,23 @@ from invoke.exceptions import Exit
 
 from diagnostics import prompts as prompt_files
 from diagnostics import render
-from diagnostics.connect import connect, tunnel
-from diagnostics.deployment import read_deployment, read_key
+from diagnostics.arms import NAMES
+from diagnostics.arms import arms as make_arms
+from diagnostics.compare import Bench, Comparison
+from diagnostics.compare import compare as run_compare
+from diagnostics.connect import HostUnreachable, connect, tunnel
+from diagnostics.deployment import read_deployment, read_document, read_key
 from diagnostics.doctor import doctor as host_doctor
 from diagnostics.fanout import Entry, Interruptible, on_each
 from diagnostics.inventory import Host, UsageError, load_hosts
 from diagnostics.journal import journal
 from diagnostics.limits import LoadLimits
+from diagnostics.load import Plan
 from diagnostics.load import load as run_load
-from diagnostics.options import integer, load_plan, number, positive
+from diagnostics.noise import LEAST_ROUNDS
+from diagnostics.options import integer, integers, load_plan, number, positive
 from diagnostics.proof import verdict, verify
+from diagnostics.report import runs
 from diagnostics.server import Endpoint
 from diagnostics.smoke import DEFAULT_ACCEPT_LENGTH_FLOOR
 from diagnostics.smoke import smoke as run_smoke
@@ -37,6 +44,7 @@ from diagnostics.status import status as read_status
 
 SUCCESS, FAILURE, USAGE, UNKNOWN = 0, 1, 2, 3
 
+PROOF_TIMEOUT_S = 60.0
 REACH_TIMEOUT_S = 15.0  # for each step of reaching a host: login, one command, the tunnel
 
 COMMON_HELP = {
@@ -253,6 +261,7 @@ def logs(
     evidence="judge the evidence in this folder (written by --save) and no host",
     log="judge this log alone (plain, gzip or zstd): it can refute, but never prove",
     timeout="seconds that a host may take (default 60)",
+    without_speculation="prove that the release serves without speculation, as some arms of fab compare do",
 )
 def verify_worker(
     context: fabric.Connection,
@@ -261,6 +270,7 @@ def verify_worker(
     evidence: str | None = None,
     log: str | None = None,
     timeout: str = "60",
+    without_speculation: bool = False,
     limit: str | None = None,
     inventory: Sequence[str] | None = None,
     json: bool = False,
@@ -275,9 +285,10 @@ def verify_worker(
     if log is not None:
         verdicts = verify.from_log(Path(log))
     elif evidence is not None:
-        verdicts = verify.from_folder(Path(evidence))
+        verdicts = verify.from_folder(Path(evidence), not without_speculation)
     else:
-        verdicts = verify.from_hosts(load_hosts(inventory, limit), seconds, Path(save) if save is not None else None)
+        folder = Path(save) if save is not None else None
+        verdicts = verify.from_hosts(load_hosts(inventory, limit), seconds, folder, not without_speculation)
     if json:
         print_json(verdict.document(verdicts))
     else:
@@ -308,3 +319,103 @@ def doctor(
     else:
         host_doctor.show(entries)
     raise Exit(code=status)
+
+
+@diagnostic_task(
+    "specgate.comparison/1",
+    arms=f"what to compare, the first against each other (default {','.join(NAMES)})",
+    concurrency="requests in flight, one or more levels (default 1,4,10)",
+    rounds=f"how often each arm is started and measured (default {LEAST_ROUNDS}; fewer call no difference)",
+    requests="requests at each level (default: five times the concurrency)",
+    duration="send for so many seconds at each level instead",
+    seed="order of the prompts (default 0)",
+    prompts="prompts of your own, one JSON object a line (docs/diagnostics.md)",
+    timeout="seconds that each request may take (default 120)",
+)
+def compare(
+    context: fabric.Connection,
+    *,
+    arms: str = ",".join(NAMES),
+    concurrency: str = "1,4,10",
+    rounds: str = str(LEAST_ROUNDS),
+    requests: str | None = None,
+    duration: str | None = None,
+    seed: str = "0",
+    prompts: str | None = None,
+    timeout: str = "120",
+    limit: str | None = None,
+    inventory: Sequence[str] | None = None,
+    json: bool = False,
+) -> None:
+    """Start, prove and measure other arms than the deployed one on a host, in turns; then that one serves again.
+
+    Takes the host out of service meanwhile: each start interrupts it. Exit status: 0 complete, 1 not, 2 wrong use.
+    """
+    if requests is not None and duration is not None:
+        raise UsageError("--requests and --duration are both given; allowed is one of them")
+    levels = integers("concurrency", concurrency, minimum=1)
+    plan = Plan(
+        requests=integer("requests", requests, minimum=1) if requests is not None else None,
+        duration=number("duration", duration, minimum=1, unit="seconds") if duration is not None else None,
+        seed=integer("seed", seed, minimum=0),
+        timeout=number("timeout", timeout, minimum=1, unit="seconds"),
+    )
+    turns = integer("rounds", rounds, minimum=1)
+    chosen = prompt_files.load_prompts(Path(prompts or prompt_files.SHIPPED))
+    host, *others = load_hosts(inventory, limit)
+    if others:
+        names = ", ".join(found.name for found in (host, *others))
+        raise UsageError(
+            f"a comparison takes a host out of service, and these are several: {names}; choose with --limit"
+        )
+    try:
+        with connect(host, REACH_TIMEOUT_S) as connection:
+            deployment = read_document(connection, host, REACH_TIMEOUT_S)
+    except HostUnreachable as error:
+        unreached: Entry = {"host": host.name, "ok": False, "reasons": [str(error)]}
+        finish("specgate.comparison/1", [unreached], json, render.compare)
+    comparison = Comparison(arms=make_arms(arms.split(","), deployment), levels=levels, rounds=turns, load=plan)
+
+    def prove(speculation: bool) -> tuple[str, str, str | None]:
+        (found,) = verify.from_hosts([host], PROOF_TIMEOUT_S, speculation=speculation)
+        return found.verdict, found.reason, found.worker
+
+    bench = Bench(host, inventory or (), prove, lambda work: with_server(host, work))
+    with render.Steps(comparison, deployment) as steps:
+        entry = {"host": host.name} | run_compare(bench, comparison, deployment, chosen, steps.next)
+    document = {"schema": "specgate.comparison/1", "ok": entry["ok"], "hosts": [entry]}
+    # Kept for the report, which shows the latest comparison beside the deploy.
+    runs.save(document, "compare", host.name, host.reports)
+    finish("specgate.comparison/1", [entry], json, render.compare)
+
+
+@diagnostic_task(
+    "specgate.report/1",
+    from_="folder of the documents, <host>/<UTC time>/<task>.json (default: acceptance_reports)",
+    output="path of the page; the JSON behind it is written beside it (default: in the folder, named after the time)",
+)
+def report(
+    context: fabric.Connection,
+    *,
+    from_: str | None = None,
+    output: str | None = None,
+    limit: str | None = None,
+    inventory: Sequence[str] | None = None,
+    json: bool = False,
+) -> None:
+    """Write one page about deployed hosts from the documents that their deploys left; no host is asked.
+
+    Exit status: 0 when the page is written, whatever it says; 2 wrong use.
+    """
+    # Not at the top: matplotlib takes a second to import.
+    from diagnostics.report import page
+
+    # With a folder given the documents may be another's: hosts need not be in an inventory.
+    hosts = load_hosts(inventory, limit) if from_ is None or limit is not None else []
+    root = Path(from_) if from_ is not None else hosts[0].reports
+    found = runs.read_runs(root, [host.name for host in hosts] or None)
+    path, facts = page.write(found, root, Path(output) if output is not None else None)
+    if json:
+        print_json(facts | {"html": str(path.resolve())})
+    else:
+        render.report(facts, path.resolve())

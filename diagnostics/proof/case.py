@@ -17,10 +17,14 @@ MOST_RANKS = 4096
 
 
 class Case:
-    """The evidence of one host, with what follows from it by itself."""
+    """The evidence of one host, with what follows from it by itself.
 
-    def __init__(self, evidence: Mapping[str, Any]) -> None:
+    `speculation` says whether the server is meant to speculate.
+    """
+
+    def __init__(self, evidence: Mapping[str, Any], speculation: bool = True) -> None:
         self.evidence = evidence
+        self.speculation = speculation
         self.unit: Mapping[str, Any] | None = evidence.get("unit")
         self.unit_name: str = (self.unit or {}).get("Id") or "the service"
         self.deployment: Mapping[str, Any] | None = evidence.get("deployment")

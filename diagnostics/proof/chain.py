@@ -270,6 +270,9 @@ def _worker(case: Case) -> Iterator[Link]:
             reason = f"{where} does not name the argument {error}: update this checkout for SGLang {case.version}"
             yield Link("worker", "", "", where, "unknown", reason)
             return
+        if not case.speculation:
+            yield from _no_speculation(case, chosen, arguments, where)
+            return
         if chosen is None:
             reason = (
                 "this server runs without speculative decoding: there is nothing to gate; set speculative-algorithm"
@@ -293,6 +296,29 @@ def _worker(case: Case) -> Iterator[Link]:
             yield Link("worker", listed(map(file_name, patched)), file_name(module), where, "refuted", reason)
         elif chosen is not None:
             yield Link("worker", f"{chosen}, because {why}", f"rank {rank}: {seen}", where, "proved")
+
+
+def _no_speculation(case: Case, chosen: str | None, arguments: Mapping[str, Any], where: str) -> Iterator[Link]:
+    """Whether a server that is meant not to speculate does not, and schedules as the deployment says."""
+    if chosen is not None:
+        reason = f"this server speculates with {chosen}, and was meant not to: deploy again"
+        yield Link("worker", "no speculation", chosen, where, "refuted", reason)
+        return
+    for rank, (identity, _, source) in sorted(case.identities.items()):
+        seen = str(identity.get("worker"))
+        if identity.get("worker_module") in WORKER_MODULES.values():
+            reason = f"rank {rank} runs {seen}, but its arguments select no speculation: deploy again"
+            yield Link("worker", "no speculation", seen, source, "refuted", reason)
+        else:
+            yield Link("worker", "no speculation", f"rank {rank}: {seen}", source, "proved")
+    deployed = (case.deployment or {}).get("server_arguments")
+    claimed = "off" if isinstance(deployed, Mapping) and deployed.get("disable-overlap-schedule") else "on"
+    seen = "off" if arguments["disable_overlap_schedule"] else "on"
+    if seen == claimed:
+        yield Link("overlap schedule", claimed, seen, where, "proved")
+    else:
+        reason = f"the overlap schedule is {seen}, the deployment says {claimed}: SGLang chose otherwise; see fab logs"
+        yield Link("overlap schedule", claimed, seen, where, "refuted", reason)
 
 
 def _files(case: Case) -> Iterator[Link]:

@@ -60,13 +60,16 @@ def overall(verdicts: Sequence[Verdict]) -> Literal["proved", "refuted", "unknow
     return "proved" if found == {"proved"} else "unknown"
 
 
-def judge(evidence: Mapping[str, Any]) -> Verdict:
-    """Judge the evidence about one host (`specgate.evidence/1`, see docs/verify-worker.md)."""
+def judge(evidence: Mapping[str, Any], speculation: bool = True) -> Verdict:
+    """Judge the evidence about one host (`specgate.evidence/1`, see docs/verify-worker.md).
+
+    Without `speculation` the server is meant to run the patched release and not to speculate.
+    """
     host = evidence["host"]
     if evidence.get("error"):
         return Verdict(host, "unknown", f"the host could not be examined: {evidence['error']}")
     try:
-        return _judge(Case(evidence))
+        return _judge(Case(evidence, speculation))
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         # What a service writes into its files and answers can have any shape.
         reason = f"the evidence is not of the expected shape ({type(error).__name__}: {error}): update this checkout"
@@ -86,13 +89,15 @@ def _judge(case: Case) -> Verdict:
         return Verdict(host, "unknown", reason, worker, links, tuple(notes(case)))
     count = len(case.expected_ranks)
     ranks = "its one rank runs" if count == 1 else f"all {count} ranks run"
-    reason = f"{ranks} the patched {worker}, series {case.series}, threshold {text_of(case.threshold_seen)}"
+    what = f"the patched {worker}" if case.speculation else "the patched release without speculation"
+    reason = f"{ranks} {what}, series {case.series}, threshold {text_of(case.threshold_seen)}"
     return Verdict(host, "proved", reason, worker, links, tuple(notes(case)))
 
 
 def _missing(case: Case, links: Sequence[Link]) -> list[str]:
     """What a proof needs and no link has proved. Without it, a link that was never made would pass for a proved one."""
     needed = ["ranks", "worker", "file ", "answers"]
+    needed += [] if case.speculation else ["overlap schedule"]
     needed += [f"{what}, rank {rank}" for rank in case.expected_ranks for what in ("loaded", "threshold")]
     proved = [link.name for link in links if link.state == "proved"]
     return [name.strip() for name in needed if not any(link.startswith(name) for link in proved)]

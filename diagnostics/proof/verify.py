@@ -22,11 +22,13 @@ from diagnostics.render import make_console
 EXIT_STATUS = {"proved": 0, "refuted": 1, "unknown": 3}
 
 
-def from_hosts(hosts: Sequence[Host], timeout: float, save: Path | None = None) -> list[Verdict]:
+def from_hosts(
+    hosts: Sequence[Host], timeout: float, save: Path | None = None, speculation: bool = True
+) -> list[Verdict]:
     """Judge each host by fresh evidence; one that is not examined after `timeout` seconds is unknown.
 
-    With `save`, the evidence is written there too, for judging later. Raises UsageError when that folder cannot be
-    written.
+    Without `speculation` the hosts are meant to run the release without it. With `save`, the evidence is written there
+    too, for judging later. Raises UsageError when that folder cannot be written.
     """
     if save is not None:
         try:
@@ -44,13 +46,13 @@ def from_hosts(hosts: Sequence[Host], timeout: float, save: Path | None = None) 
     ]
     if save is not None:
         evidence.save(documents, save)
-    return [verdict.judge(document) for document in documents]
+    return [verdict.judge(document, speculation) for document in documents]
 
 
-def from_folder(folder: Path) -> list[Verdict]:
+def from_folder(folder: Path, speculation: bool = True) -> list[Verdict]:
     """Judge evidence that was saved before. Raises UsageError when there is none."""
     try:
-        return [verdict.judge(document) for document in evidence.load(folder)]
+        return [verdict.judge(document, speculation) for document in evidence.load(folder)]
     except evidence.EvidenceError as error:
         raise UsageError(str(error)) from error
 
