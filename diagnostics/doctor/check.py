@@ -72,6 +72,7 @@ def merged(checks: Iterable[Check]) -> list[Check]:
 def lines(checks: Iterable[Check]) -> list[str]:
     """One line a check, for people, with what to do."""
     return [
-        f"{each.state:<8}{each.name}: {each.found}" + (f" -> {each.todo}" if each.todo else "")
+        f"{'-' if each.state == NOT_APPLICABLE else each.state:<8}{each.name}: {each.found}"
+        + (f" -> {each.todo}" if each.todo else "")
         for each in merged(checks)
     ]
