@@ -13,7 +13,7 @@ GPU_ONLY := sglang-kernel flashinfer-cubin flashinfer-python sgl-deep-gemm cuda-
 	cuda-python cuda-core cuda-bindings cuda-pathfinder nvidia-cusolver nvidia-cuda-nvrtc nvidia-nvtx
 
 .DEFAULT_GOAL := help
-.PHONY: help deploy test setup lint unit model host-up host-down lock clean
+.PHONY: help deploy test setup lint unit browser model host-up host-down lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,7 +21,7 @@ help: ## Show this list
 deploy: model host-up ## Set everything up, start a rehearsal host and deploy to it (threshold=5)
 	.venv/bin/ansible-playbook deploy.yml -e threshold=$(threshold)
 
-test: lint model ## Set everything up and run all tests: lint, unit, engine and hosts
+test: lint model browser ## Set everything up and run all tests: lint, unit, engine and hosts
 	.venv/bin/pytest
 
 setup: .venv/requirements.lock ## Make .venv, with the packages that requirements.lock pins
@@ -35,6 +35,16 @@ lint: setup ## Run the linters and the type checker
 
 unit: setup ## Run the tests that need neither the engine nor a host
 	.venv/bin/pytest tests/unit
+
+# Debian has a package; Ubuntu's only points to a snap, and Playwright's own Chromium comes from its maker's host. Without
+# any the tests of the page are skipped, and say so.
+browser: setup ## Install Chromium for the tests of the report's page, where there is none
+	@.venv/bin/python tests/browser/chromium.py >/dev/null || { \
+		echo "installing Chromium"; sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); . /etc/os-release; \
+		if [ "$$ID" = debian ]; then \
+			$$sudo apt-get update -qq && $$sudo apt-get install --yes -qq --no-install-recommends chromium; \
+		else .venv/bin/playwright install --with-deps chromium || \
+			echo "no Chromium could be installed: the tests of the report's page will be skipped" >&2; fi; } </dev/null
 
 model: setup ## Train the rehearsal model, unless it is in the cache
 	.venv/bin/python -m rehearsal model

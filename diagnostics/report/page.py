@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import ChainableUndefined, Environment, FileSystemLoader, Undefined
 from markupsafe import Markup
 
 from diagnostics.inventory import UsageError
@@ -42,7 +42,8 @@ def render(facts: Facts) -> str:
     environment = Environment(
         loader=FileSystemLoader(folder),
         autoescape=True,
-        undefined=StrictUndefined,
+        # Of a host that was not reached, or a load that was interrupted, a document holds only a part.
+        undefined=ChainableUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -58,7 +59,7 @@ def render(facts: Facts) -> str:
 
 def number(value: Any) -> str:
     """A figure as people read it: four significant digits, but all digits of an integer."""
-    if value is None:
+    if value is None or isinstance(value, Undefined):
         return "not measured"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)

@@ -233,3 +233,74 @@ def test_real_evidence_of_two_ranks_one_of_which_loaded_other_code(rank: int) ->
     found = judge(evidence)
     assert found.verdict == "refuted"
     assert f"eagle_worker.py was changed after rank {rank} had loaded it" in found.reason
+
+
+THRESHOLD = "speculative-disable-batch-threshold"
+
+
+def plain_arm(**resolved: Any) -> dict[str, Any]:
+    """A host that serves the patched release without speculation, as an arm of a comparison does."""
+    evidence = healthy()
+    arguments = {"speculative_algorithm": None, "disable_overlap_schedule": False} | resolved
+    for found in (evidence["server"]["info"]["arguments"], evidence["log"]["facts"]["current"]["arguments"]):
+        found.update(arguments, speculative_disable_batch_threshold=0)
+    evidence["log"]["facts"]["current"].update(speculation=None, speculation_line=None)
+    command = [*evidence["processes"][0]["command"][:-4], f"--{THRESHOLD}", "0"]
+    evidence["processes"][0]["command"] = evidence["unit"]["exec_start"] = command
+    evidence["deployment"].update(threshold=0, server_arguments={"port": 30000, "tp-size": 1, THRESHOLD: 0})
+    identities = [
+        evidence["rank_files"][0]["document"]["identity"],
+        evidence["log"]["facts"]["current"]["identities"][0],
+        evidence["server"]["info"]["gates"][0]["identity"],
+    ]
+    for found in identities:
+        modules = [entry for entry in found["modules"] if not entry["module"].endswith("eagle_worker")]
+        found.update(
+            worker="TpModelWorker", worker_module="sglang.srt.managers.tp_worker", threshold=0, modules=modules
+        )
+    for gate in (evidence["rank_files"][0]["document"]["gate"], evidence["server"]["info"]["gates"][0]):
+        gate.update(mode="off", threshold=0)
+    return evidence
+
+
+def test_an_arm_without_speculation_is_proved_to_be_one() -> None:
+    found = judge(plain_arm(), speculation=False)
+    assert (found.verdict, found.reason) == (
+        "proved",
+        f"its one rank runs the patched release without speculation, series {SERIES}, threshold 0",
+    )
+
+
+def test_without_being_asked_for_no_speculation_refutes() -> None:
+    assert "there is nothing to gate" in judge(plain_arm()).reason
+
+
+def test_an_arm_that_speculates_after_all_is_refuted() -> None:
+    found = judge(healthy(), speculation=False)
+    assert (found.verdict, found.reason) == (
+        "refuted",
+        "this server speculates with EAGLEWorker, and was meant not to: deploy again",
+    )
+    evidence = plain_arm()
+    for entry in (evidence["rank_files"][0]["document"], evidence["server"]["info"]["gates"][0]):
+        entry["identity"].update(worker="EAGLEWorker", worker_module="sglang.srt.speculative.eagle_worker")
+    found = judge(evidence, speculation=False)
+    assert (found.verdict, found.reason) == (
+        "refuted",
+        "rank 0 runs EAGLEWorker, but its arguments select no speculation: deploy again",
+    )
+
+
+def test_an_arm_whose_overlap_schedule_is_not_as_claimed_is_refuted() -> None:
+    found = judge(plain_arm(disable_overlap_schedule=True), speculation=False)
+    assert (found.verdict, found.reason) == (
+        "refuted",
+        "the overlap schedule is off, the deployment says on: SGLang chose otherwise; see fab logs",
+    )
+
+
+def test_an_arm_of_which_no_rank_has_reported_is_not_proved() -> None:
+    evidence = plain_arm()
+    evidence["rank_files"], evidence["server"]["info"]["gates"] = [], [None]
+    evidence["log"]["facts"]["current"]["identities"] = []
+    assert judge(evidence, speculation=False).verdict != "proved"
