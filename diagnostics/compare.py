@@ -151,11 +151,12 @@ class Bench:
             try:
                 output, _ = process.communicate()
             except BaseException:
-                process.terminate()
+                # Its workers too: none may go on activating an arm while the way back is gone.
+                os.killpg(process.pid, signal.SIGTERM)
                 try:
                     process.communicate(timeout=STOP_WAIT_S)
                 except subprocess.TimeoutExpired:
-                    process.kill()
+                    os.killpg(process.pid, signal.SIGKILL)
                 raise
         if process.returncode != 0:
             said = output[output.find("fatal:") :] if "fatal:" in output else output[-2000:]

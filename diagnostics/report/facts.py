@@ -32,9 +32,21 @@ def report(runs: Mapping[str, Sequence[Run]], made: str) -> Facts:
     hosts = [host_facts(name, found) for name, found in runs.items()]
     hosts.sort(key=lambda host: STATES.index(host["state"]))
     state = hosts[0]["state"]
-    return {"schema": SCHEMA, "made": made, "ok": state == "good", "state": state, "headline": _headline(hosts)} | {
-        "hosts": hosts
+    return {
+        "schema": SCHEMA,
+        "made": made,
+        "ok": state == "good",
+        "state": state,
+        "headline": _headline(hosts),
+        "reasons": hosts[0]["reasons"] if len(hosts) == 1 else list(_first_reasons(hosts)),
+        "hosts": hosts,
     }
+
+
+def _first_reasons(hosts: Sequence[Facts]) -> Iterator[str]:
+    for host in hosts:
+        if host["state"] != "good":
+            yield ": ".join((host["host"], host["headline"], *host["reasons"][:1]))
 
 
 def _headline(hosts: Sequence[Facts]) -> str:
@@ -200,6 +212,7 @@ def changes(run: Run, deploys: Sequence[Run]) -> Facts | None:
     pairs = zip(figures(before), figures(run), strict=True)
     return {
         "since": before.time.isoformat(),
+        "source": ", ".join(f"{found.host}/{found.folder.name}" for found in (before, run)),
         "settings": rows if run.content("deployment") else None,
         "figures": [
             {"label": now["label"], "unit": now["unit"], "before": then["value"], "now": now["value"]}

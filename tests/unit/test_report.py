@@ -157,6 +157,10 @@ def test_of_several_hosts_the_worst_comes_first(tmp_path: Path) -> None:
     assert [host["host"] for host in facts["hosts"]] == ["b", "c", "a"]
     assert facts["state"] == "failed"
     assert facts["headline"] == "1 of 3 hosts are deployed, proved and tested; look at b, c"
+    assert facts["reasons"] == [
+        "b: the deploy FAILED: no space left",
+        "c: deployed and proved; not run: load test",
+    ]
     html = page.render(facts)
     assert html.count('<section id="host-') == 3
     assert html[: html.index("<main>")].count('href="#host-') == 3
