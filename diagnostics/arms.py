@@ -46,12 +46,16 @@ def arms(names: Sequence[str], deployment: Mapping[str, Any]) -> list[Arm]:
     return [_arm(name, deployment) for name in names]
 
 
+def own_arguments(deployed: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the deployed arguments that come from ``service_server_arguments``; the role adds the others."""
+    return {key: value for key, value in deployed.items() if key not in ("host", "port", "config", THRESHOLD)}
+
+
 def _arm(name: str, deployment: Mapping[str, Any]) -> Arm:
     deployed = deployment["server_arguments"]
     if name == GATED:
         return _gated(deployed)
-    own = ("host", "port", THRESHOLD)
-    common = {key: value for key, value in deployed.items() if key not in (*own, OVERLAP_OFF)}
+    common = {key: value for key, value in own_arguments(deployed).items() if key != OVERLAP_OFF}
     plain = {key: value for key, value in common.items() if not key.startswith("speculative-")}
     if name == "plain":
         return Arm(name, "no speculation, overlap schedule", plain, None)

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diagnostics.arms import Arm
+from diagnostics.arms import GATED, Arm, own_arguments
 from diagnostics.connect import HostUnreachable
 from diagnostics.inventory import REPOSITORY, Host
 from diagnostics.load import Plan
@@ -91,11 +91,21 @@ class Bench:
         self._host, self._inventories, self._prove, self._with_server = host, inventories, prove, with_server
 
     def write(self, arms: Sequence[Arm], deployment: Mapping[str, Any]) -> dict[str, str]:
-        """Write the arms' deployments on the host; returns their ids by name. What serves is not touched."""
-        ids = {arm.name: str(deployment["id"]) for arm in arms if arm.server_arguments is None}
-        made = [arm for arm in arms if arm.server_arguments is not None]
-        if not made:
-            return ids
+        """Write the arms' deployments on the host; returns their ids by name. What serves is not touched.
+
+        Raises ArmFailed when the inventory does not give the deployment that serves any more: then an arm would differ
+        from it by more than its speculation.
+        """
+        serving = {
+            "name": GATED,
+            "threshold": deployment["threshold"],
+            "server_arguments": own_arguments(deployment["server_arguments"]),
+        }
+        others = [
+            {"name": arm.name, "threshold": 0, "server_arguments": arm.server_arguments}
+            for arm in arms
+            if arm.server_arguments is not None
+        ]
         wanted = {
             "release": {
                 "id": deployment["release"],
@@ -105,14 +115,20 @@ class Bench:
             },
             "address": deployment["address"],
             "port": deployment["port"],
-            "arms": [{"name": arm.name, "server_arguments": arm.server_arguments} for arm in made],
+            "arms": [serving, *others],
         }
         with tempfile.TemporaryDirectory(prefix="specgate-") as folder:
             given, found = Path(folder, "arms.json"), Path(folder, "ids.json")
             given.write_text(json.dumps(wanted), encoding="utf-8")
             self._play("arms.yml", arms_file=str(given), arms_ids=str(found))
-            written: dict[str, str] = json.loads(found.read_text(encoding="utf-8"))
-            return ids | written
+            ids: dict[str, str] = json.loads(found.read_text(encoding="utf-8"))
+        if ids[GATED] != deployment["id"]:
+            raise ArmFailed(
+                f"{deployment['id']} serves, but the inventory gives {ids[GATED]} by now: its environment or another "
+                "setting was changed, or given with -e. Deploy from the inventory first, so that the arms differ by "
+                "their speculation alone"
+            )
+        return ids
 
     def activate(self, deployment_id: str) -> None:
         """Make *deployment_id* serve and wait until it is ready; raises ArmFailed."""
