@@ -123,6 +123,23 @@ def test_wrong_arguments_of_the_server_are_refused(tmp_path: Path, given: str, r
     assert "Cannot become root" not in output
 
 
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("acceptance_max_errors=-1", "acceptance_max_errors is -1. Allowed is a number from 0 to 1000000"),
+        ("acceptance_throughput_loss_limit=101", "is 101. Allowed is a number from 0 to 100: per cent, or 0"),
+        ("acceptance_ttft_p95_limit=nan", "acceptance_ttft_p95_limit is nan. Allowed is a number from 0 to 86400"),
+        ("acceptance_accept_length_floor=high", "'acceptance_accept_length_floor' is of type"),
+        ("acceptance_on_failure=stay", "must be one of: roll-back, keep, got: stay"),
+    ],
+)
+def test_limits_of_acceptance_that_are_none_are_refused(tmp_path: Path, given: str, reason: str) -> None:
+    status, output = deploy(tmp_path, "-e", given, "-e", "threshold=0", variables=ARGUMENTS)
+    assert status != 0
+    assert reason in output
+    assert "Cannot become root" not in output
+
+
 @pytest.mark.parametrize("name", ["release_root", "service_name"])
 @pytest.mark.parametrize("playbook", ["deploy.yml", "playbooks/rollback.yml"])
 def test_what_fab_reads_from_the_inventory_is_refused_on_the_command_line(
