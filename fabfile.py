@@ -3,9 +3,9 @@
 from invoke.exceptions import Exit, ParseError
 from invoke.parser import Parser, ParseResult
 
-from diagnostics.tasks import USAGE, compare, doctor, load, logs, report, smoke, status, verify_worker
+from diagnostics.tasks import USAGE, calibrate, compare, doctor, load, logs, report, smoke, status, verify_worker
 
-__all__ = ["compare", "doctor", "load", "logs", "report", "smoke", "status", "verify_worker"]
+__all__ = ["calibrate", "compare", "doctor", "load", "logs", "report", "smoke", "status", "verify_worker"]
 
 _parse_argv = Parser.parse_argv
 

@@ -20,7 +20,8 @@ SCHEMA = "specgate.deployment/1"
 class Deployment:
     """The active deployment of one host; ``address`` and ``port`` are where its server listens.
 
-    ``keys`` are SGLang's names of the keys that the server asks for: ``api-key``, ``admin-api-key``.
+    ``keys`` are SGLang's names of the keys that the server asks for: ``api-key``, ``admin-api-key``. ``simulation``
+    holds the environment variables that make its figures another machine's than the host's; mostly none.
     """
 
     id: str
@@ -32,6 +33,7 @@ class Deployment:
     port: int
     runtime_directory: str
     keys: tuple[str, ...]
+    simulation: dict[str, str]
 
 
 def read_document(connection: fabric.Connection, host: Host, timeout: float = 10.0) -> Mapping[str, Any]:
@@ -54,8 +56,8 @@ def read_deployment(connection: fabric.Connection, host: Host, timeout: float = 
     """Read what the diagnostics need of the active deployment; raises HostUnreachable like ``read_document``."""
     document = read_document(connection, host, timeout)
     try:
-        # Written without keys when there was no way to give a server any.
-        document = {**document, "keys": tuple(document.get("keys", ()))}
+        # Written without keys when there was no way to give a server any, without simulation by older deploys.
+        document = {"simulation": {}, **document, "keys": tuple(document.get("keys", ()))}
         return Deployment(**{name: document[name] for name in Deployment.__dataclass_fields__})
     except (KeyError, TypeError) as error:
         raise HostUnreachable(

@@ -25,6 +25,18 @@ def integers(option: str, given: str, *, minimum: int) -> list[int]:
     return sorted({integer(option, part.strip(), minimum=minimum) for part in given.split(",")})
 
 
+def time_span(option: str, given: str) -> float:
+    """Return the seconds that *given* names, such as 90, 90s, 5m or 1h; raises UsageError."""
+    unit = {"s": 1, "m": 60, "h": 3600}.get(given[-1:], 0)
+    try:
+        value = float(given[:-1]) * unit if unit else float(given)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 1):
+        raise UsageError(f"--{option} is {given!r}; allowed is a time of at least a second, such as 90s, 5m or 1h")
+    return value
+
+
 def positive(option: str, given: str | None, *, unit: str, maximum: float = math.inf) -> float | None:
     """Return *given* as a finite number above 0 and of at most *maximum* (in *unit*), or None; raises UsageError."""
     if given is None:

@@ -344,3 +344,68 @@ def _comparison(console: Console, entry: Entry) -> None:
     console.print(
         Text(f"active again: {entry['restored']['deployment']}, {entry['restored']['proof']}"), soft_wrap=True
     )
+
+
+class CalibrationProgress:
+    """A bar and the last measured cell of each host on standard error; nothing where that is no terminal."""
+
+    def __init__(self, hosts: Sequence[Host]) -> None:
+        columns = (
+            rich_progress.TextColumn("{task.description}", markup=False),
+            rich_progress.BarColumn(),
+            rich_progress.TextColumn("{task.completed} of {task.total} cells"),
+            rich_progress.TimeElapsedColumn(),
+            rich_progress.TextColumn("{task.fields[last]}", markup=False),
+        )
+        console = Console(stderr=True)
+        self._bars = rich_progress.Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._tasks = {host.name: self._bars.add_task(host.name, total=None, last="acceptance") for host in hosts}
+
+    def of(self, host: Host) -> Callable[[int, int, str], None]:
+        """Return a function that takes the number of cells measured, that of all, and a line about the last one."""
+        return lambda done, of, last: self._bars.update(self._tasks[host.name], completed=done, total=of, last=last)
+
+    def __enter__(self) -> CalibrationProgress:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+
+def calibration(entries: Sequence[Entry]) -> None:
+    """Show what is recommended and why, and the cells that it comes from."""
+    console = make_console()
+    _outcome(console, "Calibration", entries)
+    for entry in entries:
+        if not entry.get("acceptance"):
+            continue
+        found, cells = entry["recommended"], entry["cells"]
+        by_kind = ", ".join(f"{kind} {length:.2f}" for kind, length in entry["acceptance"].items())
+        console.print()
+        console.print(
+            _facts(
+                f"{entry['host']}  {entry['model']}  SGLang {entry['sglang_version']}",
+                [
+                    ("simulated", ", ".join(f"{name}={value}" for name, value in entry["simulation"].items())),
+                    ("threshold", f"{found['threshold']}: {entry['why']}" if found else None),
+                    ("low mark", found and found["low_mark"]),
+                    ("KV tokens", (found and found["kv_token_threshold"]) or None),
+                    ("accept length", by_kind),
+                    ("profile", f"{entry['profile']['id']} in {entry['stored']}" if entry.get("stored") else None),
+                    ("time", f"{entry['elapsed_s']:.0f} s of {entry['budget_s']:.0f} s"),
+                ],
+            )
+        )
+        table = Table()
+        for name in ("batch", "context", "open step [ms]", "closed step [ms]", "tokens a step to pay", "uncertainty"):
+            table.add_column(name, justify="right")
+        for cell in cells:
+            steps = [f"{cell[name] * 1000:.2f}" for name in ("open_step_s", "closed_step_s")]
+            rest = (f"{cell['break_even']:.2f}", f"{cell['uncertainty']:.1%}")
+            table.add_row(str(cell["batch"]), str(cell["context"]), *steps, *rest)
+        console.print(table)
+        for cell in entry["left_out"]:
+            console.print(Text(f"left out: batch {cell['batch']}, context {cell['context']}: {cell['reason']}", "dim"))

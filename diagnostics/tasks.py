@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import fabric
 from invoke.exceptions import Exit
 
+from diagnostics import calibrate as calibration
 from diagnostics import prompts as prompt_files
 from diagnostics import render
 from diagnostics.arms import NAMES
@@ -34,7 +35,8 @@ from diagnostics.limits import LoadLimits
 from diagnostics.load import Plan
 from diagnostics.load import load as run_load
 from diagnostics.noise import LEAST_ROUNDS
-from diagnostics.options import integer, integers, load_plan, number, positive
+from diagnostics.options import integer, integers, load_plan, number, positive, time_span
+from diagnostics.profile_store import store
 from diagnostics.proof import verdict, verify
 from diagnostics.report import runs
 from diagnostics.server import Endpoint
@@ -103,7 +105,7 @@ def with_server(host: Host, work: Callable[[Endpoint], Entry]) -> Entry:
         deployment = read_deployment(connection, host, REACH_TIMEOUT_S)
         key = read_key(connection, host, deployment, REACH_TIMEOUT_S)
     with tunnel(host, deployment.address, deployment.port, REACH_TIMEOUT_S) as opened:
-        entry = {"deployment": deployment.id, **work(Endpoint(opened.socket, key))}
+        entry = {"deployment": deployment.id, "simulation": deployment.simulation, **work(Endpoint(opened.socket, key))}
         if (reason := opened.failure()) is not None:
             entry |= {"ok": False, "reasons": [*entry["reasons"], reason]}
         return entry
@@ -203,6 +205,59 @@ def load(
 
         entries = on_each(hosts, work, interruptible=interruptible)
     finish("specgate.load/1", entries, json, render.load)
+
+
+@diagnostic_task(
+    calibration.SCHEMA,
+    budget="how long it may measure, such as 90s, 5m (the default) or 1h",
+    batches="numbers of requests to measure, comma-separated (default: powers of two up to what the server runs)",
+    contexts="tokens of each request to measure, comma-separated (default: 512 and its multiples by four)",
+    prompts="the prompts whose acceptance counts, one JSON object a line (docs/diagnostics.md)",
+)
+def calibrate(
+    context: fabric.Connection,
+    *,
+    budget: str = "5m",
+    batches: str | None = None,
+    contexts: str | None = None,
+    prompts: str | None = None,
+    limit: str | None = None,
+    inventory: Sequence[str] | None = None,
+    json: bool = False,
+) -> None:
+    """Measure when speculation pays on each host, recommend a threshold, and store the host's profile there.
+
+    The server must be idle; its gate is held open and closed in turns, and is afterwards as it was.
+    """
+    seconds = time_span("budget", budget)
+    at_batches = integers("batches", batches, minimum=1) if batches is not None else None
+    at_contexts = integers("contexts", contexts, minimum=1) if contexts is not None else None
+    chosen = prompt_files.order(prompt_files.load_prompts(Path(prompts or prompt_files.SHIPPED)), 0)
+    hosts = load_hosts(inventory, limit)
+    interruptible = Interruptible()
+
+    with render.CalibrationProgress(hosts) as progress:
+
+        def measure(host: Host, endpoint: Endpoint) -> Entry:
+            return interruptible.run(
+                calibration.calibrate(
+                    endpoint,
+                    chosen,
+                    budget=seconds,
+                    batches=at_batches,
+                    contexts=at_contexts,
+                    on_progress=progress.of(host),
+                )
+            )
+
+        def work(host: Host) -> Entry:
+            entry = with_server(host, lambda endpoint: measure(host, endpoint))
+            if entry["ok"]:
+                entry["stored"] = store(host, entry["profile"], REACH_TIMEOUT_S)
+            return entry
+
+        entries = on_each(hosts, work, interruptible=interruptible)
+    finish(calibration.SCHEMA, entries, json, render.calibration)
 
 
 @diagnostic_task("specgate.status/1", timeout="seconds that each step may take on a host (default 10)")

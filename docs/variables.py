@@ -15,11 +15,18 @@ name that is not here is refused, with the nearest one that is. Made from `roles
 
 # What the playbooks hand from one role to the next; nobody sets them.
 INTERNAL = {
+    "acceptance_budget",
     "acceptance_task",
     "acceptance_expect_transitions",
     "release_caches",
     "release_check_environment",
+    "calibration_environment",
+    "calibration_python",
+    "calibration_server_arguments",
+    "service_before_id",
+    "service_profile",
     "service_release",
+    "service_threshold",
     "service_deployment_id",
     "spec_gate_release",
     "spec_gate_site_packages",

@@ -1,4 +1,4 @@
-"""Values as systemd's files want them: command-line arguments of ExecStart= and lines of an EnvironmentFile."""
+"""A server's arguments and environment as ExecStart=, an EnvironmentFile or a plain command wants them."""
 
 from __future__ import annotations
 
@@ -19,24 +19,34 @@ def _exec_word(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def server_arguments(arguments: Mapping[str, Any]) -> list[str]:
-    """``{"tp-size": 8, "enable-metrics": True}`` to ``["--tp-size 8", "--enable-metrics"]``, one option a line.
-
-    True is a bare option, False and None leave it out, a list gives several words, a mapping is JSON.
-    """
-    lines = []
+def _options(arguments: Mapping[str, Any]) -> list[list[str]]:
+    """The words of each option: true is a bare option, false and None leave it out, a list gives several words."""
+    options = []
     for name, value in arguments.items():
         if value is None or value is False:
             continue
         words = [f"--{name}"]
         if isinstance(value, Mapping):
-            words.append(_exec_word(json.dumps(value)))
+            words.append(json.dumps(value))
         elif isinstance(value, list | tuple):
-            words += [_exec_word(str(item)) for item in value]
+            words += map(str, value)
         elif value is not True:
-            words.append(_exec_word(str(value)))
-        lines.append(" ".join(words))
-    return lines
+            words.append(str(value))
+        options.append(words)
+    return options
+
+
+def server_arguments(arguments: Mapping[str, Any]) -> list[str]:
+    """``{"tp-size": 8, "enable-metrics": True}`` to ``["--tp-size 8", "--enable-metrics"]``, one option a line.
+
+    True is a bare option, False and None leave it out, a list gives several words, a mapping is JSON.
+    """
+    return [" ".join([name, *map(_exec_word, words)]) for name, *words in _options(arguments)]
+
+
+def server_words(arguments: Mapping[str, Any]) -> list[str]:
+    """The same options as the words of a command that no shell and no systemd reads."""
+    return [word for option in _options(arguments) for word in option]
 
 
 def environment_lines(environment: Mapping[str, Any]) -> list[str]:
@@ -53,4 +63,8 @@ def environment_lines(environment: Mapping[str, Any]) -> list[str]:
 
 class FilterModule:
     def filters(self) -> dict[str, Any]:
-        return {"server_arguments": server_arguments, "environment_lines": environment_lines}
+        return {
+            "server_arguments": server_arguments,
+            "server_words": server_words,
+            "environment_lines": environment_lines,
+        }

@@ -70,7 +70,7 @@ class Target:
 
     def server_arguments(self) -> dict[str, Any]:
         """The arguments of the active deployment that come from service_server_arguments."""
-        own = ("host", "port", "speculative-disable-batch-threshold")
+        own = ("host", "port", "speculative-disable-batch-threshold", "speculative-gate-profile")
         return {name: value for name, value in self.deployed()["server_arguments"].items() if name not in own}
 
     def is_healthy(self) -> bool:

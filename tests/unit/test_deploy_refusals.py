@@ -108,7 +108,7 @@ def test_good_variables_are_followed_by_a_connection(tmp_path: Path) -> None:
         ('{"model-path": "/m"}', "service_server_arguments has model-path. It must name model-path and"),
         (
             '{"model-path": "/m", "max-running-requests": 8, "port": 1}',
-            "port, speculative-disable-batch-threshold have",
+            "port, speculative-disable-batch-threshold, speculative-gate-profile, config have",
         ),
         ('{"model-path": "/m", "max-running-requests": 8, "--tp-size": 1}', "written without leading dashes"),
         ('{"model-path": "/m", "max-running-requests": 8, "api-key": "k"}', "service_server_arguments has api-key."),

@@ -6,6 +6,7 @@ The patched modules of SGLang call into this module only.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -125,7 +126,9 @@ class Gate:
     def describe(self) -> dict[str, object]:
         """The block `spec_gate` of /server_info."""
         settings = self._policy.settings.describe()
-        described = self._state() | {"settings": settings, "identity": self._reporter.identity}
+        # The clock is read at a step boundary: with the step counters it tells what a step costs.
+        described = self._state() | {"clock": time.monotonic(), "settings": settings}
+        described |= {"identity": self._reporter.identity}
         return described | {"profile_key": self._key} if self._key is not None else described
 
     def _state(self) -> dict[str, object]:
