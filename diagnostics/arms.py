@@ -48,7 +48,7 @@ def arms(names: Sequence[str], deployment: Mapping[str, Any]) -> list[Arm]:
 
 def own_arguments(deployed: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the deployed arguments that come from ``service_server_arguments``; the role adds the others."""
-    return {key: value for key, value in deployed.items() if key not in ("host", "port", "config", THRESHOLD)}
+    return {key: value for key, value in deployed.items() if key not in ("host", "port", "config", THRESHOLD, PROFILE)}
 
 
 def _arm(name: str, deployment: Mapping[str, Any]) -> Arm:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diagnostics.arms import GATED, Arm, own_arguments
+from diagnostics.arms import GATED, PROFILE, Arm, own_arguments
 from diagnostics.connect import HostUnreachable
 from diagnostics.inventory import REPOSITORY, Host
 from diagnostics.load import Plan
@@ -96,13 +96,15 @@ class Bench:
         Raises ArmFailed when the inventory does not give the deployment that serves any more: then an arm would differ
         from it by more than its speculation.
         """
+        profile = deployment.get("profile")
         serving = {
             "name": GATED,
             "threshold": deployment["threshold"],
+            "profile": {"id": profile, "path": deployment["server_arguments"][PROFILE]} if profile else {},
             "server_arguments": own_arguments(deployment["server_arguments"]),
         }
         others = [
-            {"name": arm.name, "threshold": 0, "server_arguments": arm.server_arguments}
+            {"name": arm.name, "threshold": 0, "profile": {}, "server_arguments": arm.server_arguments}
             for arm in arms
             if arm.server_arguments is not None
         ]
@@ -193,7 +195,8 @@ def compare(
     too slow for is told (``invalid``) and left out of the figures.
     """
     facts: Entry = {
-        "former": {"id": deployment["id"], "threshold": deployment["threshold"]},
+        "former": {"id": deployment["id"], "threshold": deployment["threshold"], "profile": deployment.get("profile")},
+        "simulation": dict(deployment.get("simulation") or {}),
         "plan": {
             "arms": [arm.name for arm in comparison.arms],
             "concurrency": list(comparison.levels),

@@ -56,7 +56,9 @@ def document(schema: str, **entry: Any) -> Documents:
     return {"schema": schema, "ok": entry.get("ok", True), "hosts": [{"host": "gpu-1", "reasons": [], **entry}]}
 
 
-def deploy(threshold: int = 5, engine: dict[str, str] | None = None) -> dict[str, Documents]:
+def deploy(
+    threshold: int = 5, cpu_engine: bool = False, simulation: dict[str, str] | None = None
+) -> dict[str, Documents]:
     """The documents of a deploy in which all went well."""
     link = {"name": "worker", "claimed": "EAGLEWorker", "seen": "rank 0", "where": "log", "state": "proved"}
     speculation = {"speculative-algorithm": "EAGLE3", "speculative-disable-batch-threshold": threshold}
@@ -82,7 +84,7 @@ def deploy(threshold: int = 5, engine: dict[str, str] | None = None) -> dict[str
         "gate": gate,
     }
     return {
-        "run": {"schema": "specgate.run/1", "host": "gpu-1", "engine": engine or {}},
+        "run": {"schema": "specgate.run/1", "host": "gpu-1", "cpu_engine": cpu_engine},
         "outcome": {"schema": "specgate.outcome/1", "host": "gpu-1", "ok": True, "reason": None},
         "deployment": {
             "schema": "specgate.deployment/1",
@@ -91,6 +93,8 @@ def deploy(threshold: int = 5, engine: dict[str, str] | None = None) -> dict[str
             "sglang_version": "0.5.12.post1",
             "series": "s1",
             "threshold": threshold,
+            "profile": None,
+            "simulation": simulation or {},
             "server_arguments": {"model-path": "/m"} | speculation,
             "tp_size": 1,
             "address": "127.0.0.1",

@@ -131,18 +131,15 @@ def _texts(document: Mapping[str, Any], key: str) -> list[str]:
 
 
 def engine_note(run: Run) -> str | None:
-    """What must be known of the machine before any figure is read: the CPU engine, and the cost shape it was given."""
-    engine = run.content("run").get("engine") or {}
-    if not engine.get("SGLANG_USE_CPU_ENGINE"):
+    """What must be known of the machine before any figure is read: the CPU engine, and figures that are simulated."""
+    cpu = bool(run.content("run").get("cpu_engine"))
+    simulation = run.content("deployment").get("simulation") or {}
+    if not cpu and not simulation:
         return None
-    shape = {name: value for name, value in engine.items() if "FORWARD" in name}
-    if not shape:
-        return "CPU engine (a rehearsal without a GPU): no figure here says how fast a GPU is."
-    settings = ", ".join(f"{name}={value}" for name, value in sorted(shape.items()))
-    return (
-        f"CPU engine with an artificial cost of each forward ({settings}): its speeds imitate the shape of a GPU's "
-        "costs. No figure here says how fast a GPU is."
-    )
+    engine = "CPU engine, no GPU. " if cpu else ""
+    settings = ", ".join(f"{name}={value}" for name, value in sorted(simulation.items()))
+    simulated = f"The server simulates another machine: {settings}. " if simulation else ""
+    return f"{engine}{simulated}No figure on this page is that of a real deployment on a GPU."
 
 
 def figures(run: Run) -> Iterator[Row]:
@@ -226,8 +223,8 @@ def _settings(run: Run) -> dict[str, Any]:
     document = run.content("deployment")
     own = {"deployment": document.get("id")}
     own |= {name: document.get(name) for name in ("release", "sglang_version", "series")}
-    engine = run.content("run").get("engine") or {}
-    return own | {f"--{k}": v for k, v in (document.get("server_arguments") or {}).items()} | engine
+    arguments = {f"--{name}": value for name, value in (document.get("server_arguments") or {}).items()}
+    return own | arguments | dict(document.get("simulation") or {})
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[tuple[str, Any, Any]]:

@@ -21,6 +21,7 @@ SCHEMAS: Mapping[str, str] = {
     "verify-worker": "specgate.verdict/1",
     "smoke": "specgate.smoke/1",
     "load": "specgate.load/1",
+    "calibrate": "specgate.calibration/1",
     "compare": "specgate.comparison/1",
     "profile": "specgate.profile/1",
 }

@@ -66,9 +66,13 @@ def browser() -> Iterator[Browser]:
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Pages about a host on which all went well, and about several of which one failed."""
     root = tmp_path_factory.mktemp("reports")
-    engine = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_ENGINE_FORWARD_MS": "20"}
     write(root, "gpu-1", EARLIER, deploy(threshold=8))
-    write(root, "gpu-1", TIME, deploy(engine=engine) | {"profile": profile()})
+    write(
+        root,
+        "gpu-1",
+        TIME,
+        deploy(cpu_engine=True, simulation={"SGLANG_CPU_ENGINE_FORWARD_MS": "20,1"}) | {"profile": profile()},
+    )
     write(root, "gpu-1", "20261129T201112Z", {"compare": comparison()})
     reason = "Load-test: 3 of 50 requests lost\n" + "a-word-without-an-end" * 30 + "\nThe former deployment d8 serves."
     outcome = {"schema": "specgate.outcome/1", "host": "gpu-2", "ok": False, "reason": reason}

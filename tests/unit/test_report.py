@@ -105,14 +105,20 @@ def test_a_figure_has_its_unit_and_its_document(tmp_path: Path) -> None:
     assert {source["document"] for source in host["sources"]} >= {f"gpu-1/{TIME}/{name}.json" for name in deploy()}
 
 
-def test_the_cost_shape_of_the_cpu_engine_is_said_first(tmp_path: Path) -> None:
-    engine = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_ENGINE_FORWARD_MS": "20"}
-    shaped = page.render(facts_of(tmp_path / "a", run=deploy(engine=engine)["run"]))
-    assert "an artificial cost of each forward (SGLANG_CPU_ENGINE_FORWARD_MS=20)" in shaped[: shaped.index("<main>")]
-    plain = page.render(facts_of(tmp_path / "b", run=deploy(engine={"SGLANG_USE_CPU_ENGINE": "1"})["run"]))
-    assert "CPU engine" in plain[: plain.index("<main>")]
-    assert "artificial" not in plain
-    assert "CPU engine" not in page.render(facts_of(tmp_path / "c"))
+def test_that_figures_are_not_a_gpus_is_said_first(tmp_path: Path) -> None:
+    def first_screen(folder: str, **how: Any) -> str:
+        html = page.render(facts_of(tmp_path / folder, **deploy(**how)))
+        return html[: html.index("<main>")]
+
+    shaped = first_screen("a", cpu_engine=True, simulation={"SGLANG_CPU_ENGINE_FORWARD_MS": "20,1"})
+    assert "The server simulates another machine: SGLANG_CPU_ENGINE_FORWARD_MS=20,1." in shaped
+    rehearsal = first_screen("b", cpu_engine=True)
+    assert "CPU engine, no GPU." in rehearsal
+    assert "simulates" not in rehearsal
+    on_a_gpu = first_screen("c", simulation={"SGLANG_SIMULATE_ACC_LEN": "2.5"})
+    assert "SGLANG_SIMULATE_ACC_LEN=2.5" in on_a_gpu
+    assert "CPU engine" not in on_a_gpu
+    assert "No figure" not in first_screen("d")
 
 
 def test_changes_are_those_since_the_last_deploy_that_succeeded(tmp_path: Path) -> None:
@@ -170,7 +176,7 @@ HOSTILE = "<script>alert(1)</script>\" onload='x' {{ 7 * 7 }} ]]> $x$"
 
 
 def test_nothing_that_was_said_becomes_markup(tmp_path: Path) -> None:
-    documents = deploy(engine={"SGLANG_USE_CPU_ENGINE": HOSTILE, "SGLANG_CPU_ENGINE_FORWARD_MS": HOSTILE})
+    documents = deploy(simulation={"SGLANG_CPU_ENGINE_FORWARD_MS": HOSTILE})
     entry = documents["load"]["hosts"][0]
     entry |= {"reasons": [HOSTILE], "kinds": {HOSTILE: entry["kinds"]["chat"]}}
     entry["errors"] = [{"count": 1, "outcome": "failed", "reason": HOSTILE}]
