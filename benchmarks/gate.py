@@ -9,7 +9,8 @@ Simulated, every token is the same, so the figures say what a step costs, never 
 All servers are started at once and the arms take turns at each level: a machine that grows warm then favours none. An
 idle server takes no GPU time. One gated server gives three arms: forced closed, forced open, and by its threshold.
 
-Each worker of a closed loop sends 256 random tokens, waits for 128, and sends again.
+Each worker of a closed loop sends 256 random tokens, waits for 128, and sends again. A round is all levels, and the
+ramps if there are any. With `--tp-size N` among SGLang's arguments each server takes N GPUs.
 """
 
 from __future__ import annotations
@@ -142,6 +143,17 @@ def without_speculation(arguments: list[str]) -> list[str]:
     return kept
 
 
+def wait_for(pids: str) -> None:
+    """Wait until the processes of these ids, comma-separated, have ended."""
+    while any(Path(f"/proc/{pid}/exe").exists() for pid in pids.split(",") if pid):
+        time.sleep(0.5)
+
+
+def ranks(arguments: list[str]) -> int:
+    """The number of tensor-parallel ranks that the servers are to have."""
+    return int(arguments[arguments.index("--tp-size") + 1]) if "--tp-size" in arguments else 1
+
+
 class Plan(NamedTuple):
     """A shape of speculation, the threshold of its gated server, and the simulated tokens per verify step (0: none)."""
 
@@ -170,8 +182,10 @@ class Bench:
         skip: set[str],
         patched: Path | None,
         arguments: list[str],
+        port: int,
+        fields: dict[str, object],
     ) -> None:
-        self.output, self.run, self.skip = output, run, skip
+        self.output, self.run, self.skip, self.fields = output, run, skip, fields
         self.plans = {plan.name: plan for plan in plans}
         self.records: list[dict] = []
         plain = without_speculation(arguments)
@@ -180,7 +194,7 @@ class Bench:
         def start(name: str, server_arguments: list[str], environment: dict[str, str]) -> None:
             if name not in map(self.server_name, self.arms()):
                 return
-            self.servers[name] = Server(name, 30100 + len(self.servers), server_arguments, output, environment)
+            self.servers[name] = Server(name, port + len(self.servers), server_arguments, output, environment)
 
         start("base", plain, {})
         start("basenoov", [*plain, "--disable-overlap-schedule"], {})
@@ -217,7 +231,7 @@ class Bench:
             after = server.gate()
             result |= {name: after[name] - before[name] for name in ("transitions", "open_steps", "closed_steps")}
         acc = self.plans[plan].acc if plan in self.plans else None
-        self.records.append({"arm": arm, **result, "acc": acc, "run": self.run, **more})
+        self.records.append({"arm": arm, **result, "acc": acc, "run": self.run, **self.fields, **more})
         print(json.dumps(self.records[-1]), flush=True)
         (self.output / "results.json").write_text(json.dumps(self.records, indent=0))
 
@@ -236,8 +250,10 @@ def main() -> None:
         "--repeat", choices=SHAPES, action="append", default=[], help="five turns of SHAPE, SHAPE-open at 1, 4, 8"
     )
     parser.add_argument(
-        "--ramp", choices=SHAPES, action="append", default=[], help="ramps on base, SHAPE and SHAPE-gated"
+        "--ramp", choices=SHAPES, action="append", default=[], help="in each round, a ramp on base, SHAPE, SHAPE-gated"
     )
+    parser.add_argument("--port", type=int, default=30100, help="of the first server; the others follow")
+    parser.add_argument("--machine", help="recorded with each level, as is the number of ranks")
     parser.add_argument(
         "--patched", type=Path, help="folder with the patched sglang and spec_gate, for gated servers only"
     )
@@ -256,14 +272,15 @@ def main() -> None:
         skip=skip,
         patched=options.patched,
         arguments=arguments,
+        port=options.port,
+        fields={"machine": options.machine, "tp": ranks(arguments)} if options.machine else {},
     )
     try:
         up = [server.wait(300) for server in bench.servers.values()]
         if not all(up):
             sys.exit(1)
         print(f"all servers are up after {time.monotonic() - started:.0f} s", flush=True)
-        while any(Path(f"/proc/{pid}/exe").exists() for pid in options.wait_for.split(",") if pid):
-            time.sleep(0.5)
+        wait_for(options.wait_for)
         for server in bench.servers.values():
             asyncio.run(level(server.url, 64, 0.1))
         print(f"measuring from {time.monotonic() - started:.0f} s on", flush=True)
@@ -271,9 +288,9 @@ def main() -> None:
             for concurrency in map(int, options.concurrency.split(",")):
                 for arm in bench.arms():
                     bench.measure(arm, concurrency, options.seconds, round=number)
-        for shape in options.ramp:
-            for arm in ("base", shape, f"{shape}-gated"):
-                bench.measure(arm, max(RAMP), 1.0, RAMP)
+            for shape in options.ramp:
+                for arm in ("base", shape, f"{shape}-gated"):
+                    bench.measure(arm, max(RAMP), 1.0, RAMP, round=number)
         for shape in options.repeat:
             for repeat in range(5):
                 for concurrency in (1, 4, 8):

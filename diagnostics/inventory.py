@@ -50,6 +50,7 @@ class Host:
     service_name: str
     variables: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     reports: Path = REPORTS
+    service_port: int | None = None  # where the inventory sets it
 
     def given(self, names: Sequence[str]) -> dict[str, Any]:
         """Return those of the variables *names* that the inventory sets, as plain values.
@@ -172,12 +173,15 @@ def _host(name: str, variables: Mapping[str, Any]) -> Host:
             )
         options = constants.config.get_plugin_options("connection", "ssh", variables=variables)
         service = {key: str(variables.get(key, default)) for key, default in SERVICE_DEFAULTS.items()}
+        port = str(variables.get("service_port", ""))
     except AnsibleError as error:
         raise UsageError(f"{name}: a variable of the inventory cannot be used: {error}") from error
     if options["password"]:
         raise UsageError(f"{name}: ansible_password is set; the diagnostics log in with keys only: set up a key")
     if not service["release_root"].startswith("/"):
         raise UsageError(f"{name}: release_root is {service['release_root']!r}; it must be an absolute path")
+    if port and not port.isdecimal():
+        raise UsageError(f"{name}: service_port is {port!r}; it must be a port's number")
     return Host(
         name=str(name),
         address=str(options["host"] or name),
@@ -187,6 +191,7 @@ def _host(name: str, variables: Mapping[str, Any]) -> Host:
         service_name=service["service_name"],
         variables=variables,
         reports=REPOSITORY / service["acceptance_reports"],
+        service_port=int(port) if port else None,
     )
 
 

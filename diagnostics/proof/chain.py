@@ -46,10 +46,12 @@ def _service(case: Case) -> Iterator[Link]:
     name, where = "service", "systemd"
     if case.unit is None:
         others = [process for process in dicts(case.evidence.get("others")) if process["role"] == "main"]
-        if case.main is None and len(others) > 1:
+        port = case.evidence.get("service_port")
+        if case.main is None and len(others) > 1 and port is None:
             pids = listed(process["pid"] for process in others)
             reason = (
-                f"there is no such unit, and {len(others)} servers run (pids {pids}): name the unit by service_name"
+                f"there is no such unit, and {len(others)} servers run (pids {pids}): name the unit by service_name, "
+                "or say the server's port by service_port"
             )
             yield Link(name, "one server", f"{len(others)} servers", "processes", "unknown", reason)
             return
@@ -57,7 +59,8 @@ def _service(case: Case) -> Iterator[Link]:
             yield Link(name, "a server", "not visible", "systemd, processes", "unknown", NOT_VISIBLE)
             return
         if case.main is None:
-            reason = "no unit of this name and no process of SGLang's: deploy first, or set service_name"
+            server = "process of SGLang's" if port is None else f"server of SGLang's on port {port}"
+            reason = f"no unit of this name and no {server}: deploy first, or set service_name"
             yield Link(name, "a server", "none", "systemd, processes", "refuted", reason)
             return
         yield Link(name, "a unit", f"process {case.main['pid']}, no unit", "processes", "not applicable")

@@ -112,8 +112,9 @@ class Problems:
 def collect(request: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
     """Gather the evidence.
 
-    `request`: `unit`, `deployment_path`, `modules` (names to resolve besides those of the release's manifest) and
-    `timeout` in seconds for each slow step. `sources`: the texts of `resolve` and of `spec_gate.loaded`.
+    `request`: `unit`, `deployment_path`, `modules` (names to resolve besides those of the release's manifest),
+    `timeout` in seconds for each slow step, and `port`, which tells servers apart where there is no unit, or None.
+    `sources`: the texts of `resolve` and of `spec_gate.loaded`.
     """
     problems = Problems()
     processes = read_processes()
@@ -127,7 +128,7 @@ def collect(request: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
         manifest = read_manifest(release, problems)
     members = members_of(unit, processes)
     servers = [process for process in processes.values() if is_main(process, processes)]
-    main = main_of(unit, members, servers, deployment)
+    main = main_of(unit, members, servers, deployment, request["port"])
     if main is not None and main.pid not in members:  # no unit: a server that somebody started by hand
         members = {main.pid: main, **descendants(main.pid, processes)}
     document: dict[str, Any] = {
@@ -136,6 +137,7 @@ def collect(request: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
         "host": socket.gethostname(),
         "privileged": os.geteuid() == 0,
         "unit": unit,
+        "service_port": request["port"],
         "deployment_path": request["deployment_path"],
         "deployment": deployment,
         "release": release,
@@ -323,13 +325,16 @@ def main_of(
     members: dict[int, Process],
     servers: list[Process],
     deployment: dict[str, Any] | None,
+    port: int | None,
 ) -> Process | None:
-    """The main process of the unit; where there is no such unit, that of the only server of the host."""
+    """The main process of the unit; where there is no such unit, that of the only server of the host, or of `port`."""
     inside = [process for process in servers if process.pid in members]
     if inside:
         return inside[0]
     if unit is not None:
         return members.get(int(unit.get("MainPID") or 0))
+    if port is not None:
+        servers = [process for process in servers if (option(process.argv, "--port") or "30000") == str(port)]
     return servers[0] if len(servers) == 1 and deployment is None else None
 
 

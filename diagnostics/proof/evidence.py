@@ -83,6 +83,7 @@ def gather(connection: fabric.Connection, host: Host, timeout: float) -> Evidenc
         "unit": host.unit,
         "deployment_path": host.deployment_path,
         "modules": modules,
+        "port": host.service_port,
         "timeout": timeout / 4,
     }
     try:

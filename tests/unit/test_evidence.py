@@ -239,6 +239,16 @@ def test_python_start(argv: list[str], flags: list[str], first: str) -> None:
     assert collector.python_start(argv, "/cwd") == (flags, first)
 
 
+@pytest.mark.parametrize(("port", "main"), [(None, None), (30001, 11), (30009, None)])
+def test_without_a_unit_the_port_tells_servers_apart(port: int | None, main: int | None) -> None:
+    command = ["/v/bin/python", "-m", "sglang.launch_server", "--port"]
+    servers = [Process(10 + number, 1, "S", 1, 0, 0, "/", [*command, f"3000{number}"]) for number in range(2)]
+    found = collector.main_of(None, {}, servers, None, port)
+    assert (found.pid if found else None) == main
+    only = collector.main_of(None, {}, servers[1:], None, None)
+    assert only is servers[1]
+
+
 @pytest.mark.parametrize(
     ("argv", "role", "rank"),
     [
@@ -406,7 +416,7 @@ def test_a_port_that_is_none_is_a_problem_and_ends_nothing(tmp_path: Path, port:
     (tmp_path / "deployment.json").write_text(json.dumps(deployment))
     path = str(tmp_path / "deployment.json")
     document = collector.collect(
-        {"unit": "none.service", "deployment_path": path, "modules": [], "timeout": 1}, SOURCES
+        {"unit": "none.service", "deployment_path": path, "modules": [], "port": None, "timeout": 1}, SOURCES
     )
     assert document["server"] == {"address": None, "port": None, "listener": None, "info": None, "error": "not asked"}
     assert {"what": "the server's address", "why": f"{str(port)!r} is not a port"} in document["problems"]
@@ -448,7 +458,13 @@ def test_cgroup_members() -> None:
     assert collector.members_of(None, processes) == {}
 
 
-REQUEST = {"unit": "no-such.service", "deployment_path": "/nowhere/deployment.json", "modules": [WORKER], "timeout": 5}
+REQUEST = {
+    "unit": "no-such.service",
+    "deployment_path": "/nowhere/deployment.json",
+    "modules": [WORKER],
+    "port": None,
+    "timeout": 5,
+}
 
 
 def test_the_command_prints_evidence_and_fits_a_command_line() -> None:
