@@ -8,6 +8,7 @@ Simulated, every token is the same, so the figures say what a step costs, never 
 
 All servers are started at once and the arms take turns at each level: a machine that grows warm then favours none. An
 idle server takes no GPU time. One gated server gives three arms: forced closed, forced open, and by its threshold.
+`--no-extend` adds an arm that is closed and whose draft never sees the prompts: what deferring that could gain at most.
 
 Each worker of a closed loop sends 256 random tokens, waits for 128, and sends again. A round is all levels, and the
 ramps if there are any. With `--tp-size N` among SGLang's arguments each server takes N GPUs.
@@ -44,6 +45,7 @@ SHAPES = {
     "tree": shape(steps=5, topk=4, draft_tokens=16),
     "chain2": shape(steps=3, topk=1, draft_tokens=4),
 }
+HOOKS = Path(__file__).resolve().parent / "hooks"  # a sitecustomize for the servers' processes
 RAMP = [1, 4, 8, 12, 16, 32, 16, 12, 8, 4, 1]
 GATE = "--speculative-disable-batch-threshold"
 SPECULATIVE = ("--speculative-algorithm", "--speculative-draft-model-path", "--speculative-draft-attention-backend")
@@ -183,9 +185,11 @@ class Bench:
         patched: Path | None,
         arguments: list[str],
         port: int,
+        no_extend: bool,
         fields: dict[str, object],
     ) -> None:
         self.output, self.run, self.skip, self.fields = output, run, skip, fields
+        self.modes = ("", "-closed", "-open", "-gated", *(["-noextend"] if no_extend else []))
         self.plans = {plan.name: plan for plan in plans}
         self.records: list[dict] = []
         plain = without_speculation(arguments)
@@ -198,23 +202,26 @@ class Bench:
 
         start("base", plain, {})
         start("basenoov", [*plain, "--disable-overlap-schedule"], {})
-        path = {"PYTHONPATH": f"{patched.absolute()}:{os.environ.get('PYTHONPATH', '')}"} if patched else {}
+        path = [*([str(patched.absolute())] if patched else []), os.environ.get("PYTHONPATH", "")]
         for plan in plans:
             acc = {"SGLANG_SIMULATE_ACC_LEN": str(plan.acc)} if plan.acc else {}
             shaped = [*arguments, *SHAPES[plan.name]]
             start(plan.name, shaped, acc)
-            start(f"{plan.name}-gate", [*shaped, GATE, str(plan.threshold)], acc | path)
+            gated = [*shaped, GATE, str(plan.threshold)]
+            start(f"{plan.name}-gate", gated, acc | {"PYTHONPATH": ":".join(path)})
+            hooked = {"PYTHONPATH": ":".join([str(HOOKS), *path]), "WITHOUT_PROMPT_EXTEND": "1"}
+            start(f"{plan.name}-noextend", gated, acc | hooked)
 
     def arms(self) -> list[str]:
         """The names of the arms, in the order in which they take turns."""
-        gated = [f"{plan}{mode}" for plan in self.plans for mode in ("", "-closed", "-open", "-gated")]
+        gated = [f"{plan}{mode}" for plan in self.plans for mode in self.modes]
         return [arm for arm in ("base", "basenoov", *gated) if arm not in self.skip]
 
     @staticmethod
     def server_name(arm: str) -> str:
         """The server that an arm is measured on."""
         plan, _, mode = arm.partition("-")
-        return f"{plan}-gate" if mode else plan
+        return f"{plan}-noextend" if mode == "noextend" else f"{plan}-gate" if mode else plan
 
     def measure(
         self, arm: str, concurrency: int, seconds: float, ramp: list[int] | None = None, **more: object
@@ -224,7 +231,7 @@ class Bench:
         server = self.servers[self.server_name(arm)]
         before = None
         if mode:
-            server.set(speculative_gate_force={"closed": "closed", "open": "open", "gated": None}[mode])
+            server.set(speculative_gate_force={"gated": None, "noextend": "closed"}.get(mode, mode))
             before = server.gate()
         result = asyncio.run(level(server.url, concurrency, seconds, ramp))
         if before:
@@ -252,6 +259,7 @@ def main() -> None:
     parser.add_argument(
         "--ramp", choices=SHAPES, action="append", default=[], help="in each round, a ramp on base, SHAPE, SHAPE-gated"
     )
+    parser.add_argument("--no-extend", action="store_true", help="the arm SHAPE-noextend as well")
     parser.add_argument("--port", type=int, default=30100, help="of the first server; the others follow")
     parser.add_argument("--machine", help="recorded with each level, as is the number of ranks")
     parser.add_argument(
@@ -273,6 +281,7 @@ def main() -> None:
         patched=options.patched,
         arguments=arguments,
         port=options.port,
+        no_extend=options.no_extend,
         fields={"machine": options.machine, "tp": ranks(arguments)} if options.machine else {},
     )
     try:

@@ -5,7 +5,7 @@
 
 1. The evidence is gathered and judged as `fab verify-worker` does on a host without systemd.
 2. For `--seconds` the load crosses the threshold both ways: closed loops at it, ramps 1..32..1, one request in seven
-   aborted on its way. Every request must be answered or aborted. Each rank logs its decisions (rank_hooks); they must
+   aborted on its way. Every request must be answered or aborted. Each rank logs its decisions (hooks); they must
    be the same, step by step.
 3. `--different`: a second server, one rank of which runs other code than the file has, must be refuted.
 4. `--kill`: the last rank is killed under load; what becomes of the processes, the requests and the verdict.
@@ -56,7 +56,7 @@ class RankServer(Server):
         self.decisions = output / f"{name}-decisions"
         for folder in (self.status, self.decisions):
             folder.mkdir(parents=True)
-        path = [Path(__file__).resolve().parent / "rank_hooks", options.patched, os.environ.get("PYTHONPATH", "")]
+        path = [Path(__file__).resolve().parent / "hooks", options.patched, os.environ.get("PYTHONPATH", "")]
         environment |= {
             "PYTHONPATH": ":".join(str(part) for part in path),
             "SPEC_GATE_RUNTIME_DIRECTORY": str(self.status),

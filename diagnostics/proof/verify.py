@@ -112,7 +112,7 @@ def _folded(links: Iterable[Link]) -> Iterator[Link]:
         if not others:
             yield first
             continue
-        numbers = listed(found[1] for link in (first, *others) if (found := RANK.search(link.name + link.seen)))
+        numbers = listed(found[1] for link in (first, *others) if (found := RANK.search(f"{link.name} {link.seen}")))
         yield replace(
             first,
             name=RANK.sub(f"ranks {numbers}", first.name),
