@@ -298,7 +298,7 @@ def main() -> None:
                 for arm in bench.arms():
                     bench.measure(arm, concurrency, options.seconds, round=number)
             for shape in options.ramp:
-                for arm in ("base", shape, f"{shape}-gated"):
+                for arm in (arm for arm in ("base", shape, f"{shape}-gated") if arm in bench.arms()):
                     bench.measure(arm, max(RAMP), 1.0, RAMP, round=number)
         for shape in options.repeat:
             for repeat in range(5):

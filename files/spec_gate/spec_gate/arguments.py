@@ -59,7 +59,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         option(FIELDS["dwell_steps"]),
         type=int,
         metavar="N",
-        help=f"Least number of decode steps between two switches. Default: {DEFAULT_DWELL_STEPS}.",
+        help="Least number of decode steps for which speculation stays off before it is switched on again. "
+        f"Default: {DEFAULT_DWELL_STEPS}.",
     )
     group.add_argument(
         option(FIELDS["kv_token_threshold"]),

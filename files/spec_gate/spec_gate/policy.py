@@ -127,10 +127,13 @@ class Decision(NamedTuple):
 class Policy:
     """The gate's state machine: one `decide` before each decode step, one `observe` for each result of a verify step.
 
-    A transition is a change between closed and not closed. It is never made within `dwell_steps` steps of the one
-    before, except that forcing and threshold 0 act at once, that probes have a rhythm of their own (see ProfileRule),
-    and that a server without requests opens at once and forgets its last transition: it takes no steps, so a dwell in
-    steps would keep the next single request slow.
+    A transition is a change between closed and not closed. The gate closes at once, and does not open within
+    `dwell_steps` steps of that, except that forcing and threshold 0 act at once, that probes have a rhythm of their own
+    (see ProfileRule), and that a server without requests opens at once and forgets its last transition: it takes no
+    steps, so a dwell in steps would keep the next single request slow.
+
+    Only opening waits, as the two mistakes do not cost alike: a step that speculates with many requests takes as long
+    as several plain ones, a plain step with few loses less than one token per request.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -185,12 +188,12 @@ class Policy:
         if running == 0:
             return "open", "no requests"
         closed = self.mode == "closed"
-        held = self._dwelt is not None and self._dwelt < s.dwell_steps
+        held = closed and self._dwelt is not None and self._dwelt < s.dwell_steps
         if s.threshold == 0 and self.by_profile is not None:
             closes, reason = self.by_profile.wanted(closed, held, s.dwell_steps, running, kv_tokens)
             return ("closed" if closes else "open"), reason
         if held:
-            return ("closed" if closed else "open"), f"dwell of {s.dwell_steps} steps"
+            return "closed", f"dwell of {s.dwell_steps} steps"
         if not closed:
             if running >= s.threshold:
                 return "closed", f"running {running} >= threshold {s.threshold}"

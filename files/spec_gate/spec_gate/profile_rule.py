@@ -85,7 +85,7 @@ class ProfileRule:
     def wanted(self, closed: bool, held: bool, dwell_steps: int, running: int, kv_tokens: int) -> tuple[bool, str]:
         """Whether the gate is to be closed for the next step, and why.
 
-        closed: whether it is now. held: whether the last transition was less than `dwell_steps` ago.
+        closed: whether it is now. held: whether it has been for less than `dwell_steps` steps.
         running: requests, 1 or more. kv_tokens: resident for them, in all.
         """
         context = kv_tokens / running
@@ -94,9 +94,9 @@ class ProfileRule:
         if closed:
             self._probe_left = None  # it was closed by force during a probe
             return self._while_closed(held, place)
-        return self._while_open(held, dwell_steps, place)
+        return self._while_open(dwell_steps, place)
 
-    def _while_open(self, held: bool, dwell_steps: int, place: str) -> tuple[bool, str]:
+    def _while_open(self, dwell_steps: int, place: str) -> tuple[bool, str]:
         if self._probe_left:
             self._probe_left -= 1
             return False, "probe"
@@ -111,7 +111,7 @@ class ProfileRule:
             self.passed_probes += 1
         if acceptance is None:
             return False, "acceptance not yet known"
-        if not held and acceptance < break_even * (1 - MARGIN):
+        if acceptance < break_even * (1 - MARGIN):
             # A burst that is closed at once, by what is known, must not put off the probe that would tell more.
             if self._observed >= MEASURED_STEPS:
                 self._put_off_probe(break_even, 0, dwell_steps)
