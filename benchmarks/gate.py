@@ -259,6 +259,7 @@ def main() -> None:
     parser.add_argument(
         "--ramp", choices=SHAPES, action="append", default=[], help="in each round, a ramp on base, SHAPE, SHAPE-gated"
     )
+    parser.add_argument("--ramp-seconds", type=float, default=1, help="of each level of a ramp")
     parser.add_argument("--no-extend", action="store_true", help="the arm SHAPE-noextend as well")
     parser.add_argument("--port", type=int, default=30100, help="of the first server; the others follow")
     parser.add_argument("--machine", help="recorded with each level, as is the number of ranks")
@@ -299,7 +300,7 @@ def main() -> None:
                     bench.measure(arm, concurrency, options.seconds, round=number)
             for shape in options.ramp:
                 for arm in (arm for arm in ("base", shape, f"{shape}-gated") if arm in bench.arms()):
-                    bench.measure(arm, max(RAMP), 1.0, RAMP, round=number)
+                    bench.measure(arm, max(RAMP), options.ramp_seconds, RAMP, round=number)
         for shape in options.repeat:
             for repeat in range(5):
                 for concurrency in (1, 4, 8):

@@ -41,6 +41,9 @@ COMMON = {
     "random_seed": 1,
     "log_level": "warning",
 }
+# On a GPU: triton's attention knows float32; the others need the model of wide_heads.py.
+ATTENTION = os.environ.get("SPECGATE_ATTENTION", "triton")
+DTYPES = {"triton": "float32", "flashinfer": "float16", "fa3": "bfloat16"}
 DEVICES = {
     "cpu": {
         "attention_backend": "torch_native",
@@ -48,7 +51,8 @@ DEVICES = {
         "mem_fraction_static": 0.1,
     },
     "cuda": {
-        "attention_backend": "triton",
+        "attention_backend": ATTENTION,
+        "dtype": DTYPES[ATTENTION],
         "cuda_graph_max_bs": 16,
         "disable_piecewise_cuda_graph": True,
         "skip_tokenizer_init": True,
@@ -202,6 +206,6 @@ def _tokenized(name: str, request: Request, tokenizer: object, vocabulary: int) 
 
 if DEVICE == "cpu":
     torch.set_num_threads(1)
-else:  # the fused kernels do not know float32
+elif DTYPES[ATTENTION] == "float32":  # which the fused kernels do not know
     for layer in (RMSNorm, SiluAndMul, RotaryEmbedding):
         layer.forward_cuda = layer.forward_native
