@@ -61,9 +61,8 @@ def least_margin(model: LlamaForCausalLM, prompt: list[int]) -> float:
     return least
 
 
-@torch.inference_mode()
-def main(pair: Path, wide: Path) -> None:
-    """Write WIDE."""
+def write_models(pair: Path, wide: Path) -> None:
+    """Write the target and the draft with wide heads."""
     for part in ("target", "draft"):
         shutil.copytree(pair / part, wide / part)
         config = json.loads((pair / part / "config.json").read_text())
@@ -72,6 +71,11 @@ def main(pair: Path, wide: Path) -> None:
         config |= {"head_dim": WIDTH, "rope_theta": config["rope_theta"] ** (WIDTH // head)}
         (wide / part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         save_file(widen(load_file(pair / part / "model.safetensors"), head), wide / part / "model.safetensors")
+
+
+@torch.inference_mode()
+def write_prompts(pair: Path, wide: Path) -> None:
+    """Check that the targets compute the same, and write the prompts in their order."""
     ids = torch.randint(0, 512, (2, 40), generator=torch.Generator().manual_seed(1))
     before, after = (LlamaForCausalLM.from_pretrained(folder / "target") for folder in (pair, wide))
     torch.testing.assert_close(after(ids).logits, before(ids).logits, rtol=0, atol=1e-3)
@@ -83,4 +87,6 @@ def main(pair: Path, wide: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    folders = Path(sys.argv[1]), Path(sys.argv[2])
+    write_models(*folders)
+    write_prompts(*folders)
