@@ -38,7 +38,7 @@ def checks_environment(engine_python, engine_environment, gated, model_with_prom
     }
 
 
-@pytest.mark.parametrize("check", ["plain", "draft_sync"])
+@pytest.mark.parametrize("check", ["plain", "draft_sync", "profile"])
 def test_gate(check, engine_python, checks_environment):
     done = subprocess.run(
         [engine_python, *PYTEST, CHECKS / f"check_{check}.py"],

@@ -1,0 +1,102 @@
+"""The gate by a profile in SGLang's real scheduler: real acceptance closes it, probes tell when to open it again."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from inprocess import CHAIN, TREE, InProcessScheduler, Request
+from spec_gate import profile as profiles
+from spec_gate.arguments import ArgumentError
+from spec_gate.profile_rule import PROBE_STEPS
+from spec_gate.server_key import server_key
+
+WORKERS = {"EAGLEWorker": TREE, "EAGLEWorkerV2": CHAIN}
+# The draft gets about 3 tokens accepted of these prompts' greedy continuations, and 1.05 of tokens that are drawn
+# nearly at random. Three requests of the one kind with twelve of the other are below the break-even, alone above it.
+GREEDY_PROMPTS = (0, 2, 5)
+RANDOM = {"temperature": 3.0}
+BREAK_EVEN = 1.8
+TOKENS = 480
+
+
+def write_profile(folder, key):
+    document = profiles.make(
+        made="2026-01-02T03:04:05Z",
+        key=key,
+        cells=[profiles.Cell(1, 64, 0.01 * BREAK_EVEN, 0.01)],
+        acceptance_seen=None,
+        recommended=dict.fromkeys(profiles.RECOMMENDED_FIELDS),
+    )
+    path = folder / f"{document['id']}.json"
+    path.write_text(json.dumps(document))
+    return path
+
+
+@pytest.fixture(scope="module")
+def reference(pair, prompts):
+    """Greedy tokens of a server without speculation, and the key that a profile of this place has."""
+    scheduler = InProcessScheduler(pair.target)
+    outputs = scheduler.serve([Request(prompts[i], TOKENS) for i in GREEDY_PROMPTS])
+    key = server_key(scheduler.server_args)
+    scheduler.close()
+    return [output.token_ids for output in outputs], key
+
+
+@pytest.fixture(params=WORKERS, scope="module")
+def scheduler(request, pair, tmp_path_factory, reference):  # the reference first: one scheduler at a time
+    folder = tmp_path_factory.mktemp("profiles")
+    worker = WORKERS[request.param]
+    shape = {name: worker[f"speculative_{name}"] for name in profiles.SHAPE_FIELDS}
+    key = reference[1] | {"draft": pair.draft, "speculative": shape}
+    wrong = write_profile(folder, key | {"host": "another"})
+    with pytest.raises(ArgumentError, match=r"\(host was another and is [^;]*\): calibrate again"):
+        InProcessScheduler(pair.target, pair.draft, **worker, speculative_gate_profile=str(wrong))
+    path = write_profile(folder, key)
+    made = InProcessScheduler(pair.target, pair.draft, **worker, speculative_gate_profile=str(path))
+    assert made.spec_gate.describe()["profile_key"] == key
+    assert made.spec_gate.describe()["profile"] == path.stem
+    yield made
+    made.close()
+
+
+def test_acceptance_closes_it_and_a_probe_opens_it_when_acceptance_has_risen(scheduler, prompts, reference):
+    seen = []
+    scheduler.before_step = lambda _step: seen.append(scheduler.spec_gate.describe())
+    requests = [Request(prompts[i], TOKENS) for i in GREEDY_PROMPTS]
+    requests += [Request(prompt, 120, at=15, sampling=RANDOM) for prompt in prompts[6:18]]
+    slots = scheduler.free_slots()
+    outputs = scheduler.serve(requests)
+    assert [output.token_ids for output in outputs[: len(GREEDY_PROMPTS)]] == reference[0]
+    assert scheduler.free_slots() == slots
+
+    steps = [state for state in seen if state["running"]]
+    transitions = [now for before, now in itertools.pairwise(steps) if now["transitions"] > before["transitions"]]
+    closing = transitions[0]
+    assert closing["reason"].startswith("acceptance 1.")
+    assert f"< break-even {BREAK_EVEN:.2f} at 15 requests, " in closing["reason"]
+    for probe, failed in itertools.pairwise(transitions):
+        if failed["failed_probes"] > probe["failed_probes"]:
+            assert probe["reason"].startswith("probe: acceptance was 1.")
+            assert failed["reason"].startswith("probe: acceptance 1.")
+            assert failed["open_steps"] - probe["open_steps"] == PROBE_STEPS - 1
+    last = steps[-1]
+    print(*[(t["reason"], t["open_steps"], t["closed_steps"]) for t in transitions], last, sep="\n")
+    assert last["failed_probes"] >= 1
+    assert last["passed_probes"] == 1
+    assert last["mode"] == "open"
+    assert last["acceptance"] > BREAK_EVEN
+
+
+def test_a_threshold_wins_at_run_time_and_null_returns_to_the_profile(scheduler, prompts):
+    assert scheduler.spec_gate.change_settings({"speculative_disable_batch_threshold": 2})
+    assert scheduler.spec_gate.describe()["profile"] is None
+    seen = []
+    scheduler.before_step = lambda _step: seen.append(scheduler.spec_gate.describe()["reason"])
+    scheduler.serve([Request(prompts[i], 20) for i in GREEDY_PROMPTS])
+    assert "running 3 >= threshold 2" in seen
+    assert scheduler.spec_gate.change_settings({"speculative_disable_batch_threshold": None})
+    state = scheduler.spec_gate.describe()
+    assert state["profile"] == state["settings"]["profile"] == state["identity"]["policy"]["profile"]
+    assert state["threshold"] == 0
