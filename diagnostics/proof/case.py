@@ -163,6 +163,12 @@ class Case:
         return found.pop() if len(found) == 1 else None
 
     @cached_property
+    def profile_seen(self) -> Any:
+        """The profile that the gates go by, if the ranks agree."""
+        found = {gate.get("profile") for _, gate, _ in self.identities.values()}
+        return found.pop() if len(found) == 1 else None
+
+    @cached_property
     def options(self) -> list[str]:
         """The main process's command line."""
         return list((self.main or {}).get("command") or [])

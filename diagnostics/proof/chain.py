@@ -17,6 +17,7 @@ DEPLOYMENT_SCHEMA = "specgate.deployment/1"
 
 
 THRESHOLD_OPTION = "--speculative-disable-batch-threshold"
+FORCE_OPTION = "--speculative-gate-force"
 
 
 NOT_ESSENTIAL = ("the owners of GPU memory",)
@@ -534,6 +535,47 @@ def _threshold(case: Case) -> Iterator[Link]:
             yield Link(f"threshold, rank {rank}", claim_text, text_of(seen), where, "refuted", reason)
 
 
+def _profile(case: Case) -> Iterator[Link]:
+    """Whether every rank closes and opens its gate by the profile that the deployment claims, or by none."""
+    if case.main is None or case.deployment is None:
+        return
+    claimed = case.deployment.get("profile")
+    for rank, (identity, gate, where) in sorted(case.identities.items()):
+        started_with = (identity.get("policy") or {}).get("profile")
+        seen = gate.get("profile", started_with)
+        link = (f"profile, rank {rank}", f"{text_of(claimed)} (deployment.json)", text_of(seen), where)
+        if seen == claimed:
+            if claimed is not None:
+                yield Link(*link, "proved")
+        elif claimed is not None and started_with == claimed:
+            reason = (
+                f"rank {rank} has loaded profile {claimed} but does not go by it, as its threshold is "
+                f"{text_of(gate.get('threshold'))}: set that to 0, or restart {case.unit_name}"
+            )
+            yield Link(*link, "refuted", reason)
+        else:
+            reason = (
+                f"the gate of rank {rank} goes by profile {text_of(seen)}, claimed is {text_of(claimed)}: "
+                f"restart {case.unit_name}, or deploy again"
+            )
+            yield Link(*link, "refuted", reason)
+
+
+def _held(case: Case) -> Iterator[Link]:
+    """Whether a gate is held open or closed, as by a measurement that was cut short: it then decides nothing."""
+    if case.main is None or case.deployment is None:
+        return
+    claimed = (case.deployment.get("server_arguments") or {}).get(FORCE_OPTION.removeprefix("--"))
+    for rank, (_, gate, where) in sorted(case.identities.items()):
+        seen = gate.get("forced", claimed)
+        if seen != claimed:
+            reason = (
+                f"the gate of rank {rank} is held {text_of(seen)}, claimed is {text_of(claimed)}: what measured it did "
+                f"not give it back; set speculative_gate_force to null, or restart {case.unit_name}"
+            )
+            yield Link(f"held, rank {rank}", text_of(claimed), text_of(seen), where, "refuted", reason)
+
+
 def _answers(case: Case) -> Iterator[Link]:
     """Whether the server's port is answered by this server, in this version."""
     if case.main is None:
@@ -619,6 +661,8 @@ CHAIN = (
     _files,
     _loaded,
     _threshold,
+    _profile,
+    _held,
     _answers,
     _log,
 )

@@ -90,7 +90,8 @@ def _judge(case: Case) -> Verdict:
     count = len(case.expected_ranks)
     ranks = "its one rank runs" if count == 1 else f"all {count} ranks run"
     what = f"the patched {worker}" if case.speculation else "the patched release without speculation"
-    reason = f"{ranks} {what}, series {case.series}, threshold {text_of(case.threshold_seen)}"
+    by = f"profile {case.profile_seen}" if case.profile_seen else f"threshold {text_of(case.threshold_seen)}"
+    reason = f"{ranks} {what}, series {case.series}, {by}"
     return Verdict(host, "proved", reason, worker, links, tuple(notes(case)))
 
 
@@ -98,7 +99,10 @@ def _missing(case: Case, links: Sequence[Link]) -> list[str]:
     """What a proof needs and no link has proved. Without it, a link that was never made would pass for a proved one."""
     needed = ["ranks", "worker", "file ", "answers"]
     needed += [] if case.speculation else ["overlap schedule"]
-    needed += [f"{what}, rank {rank}" for rank in case.expected_ranks for what in ("loaded", "threshold")]
+    of_each_rank = ["loaded", "threshold"]
+    if case.deployment is not None and case.deployment.get("profile") is not None:
+        of_each_rank.append("profile")
+    needed += [f"{what}, rank {rank}" for rank in case.expected_ranks for what in of_each_rank]
     proved = [link.name for link in links if link.state == "proved"]
     return [name.strip() for name in needed if not any(link.startswith(name) for link in proved)]
 

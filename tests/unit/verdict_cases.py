@@ -399,6 +399,56 @@ def threshold_differs_between_ranks(evidence: Evidence) -> None:
     evidence["rank_files"][1]["document"]["gate"]["threshold"] = 9
 
 
+PROFILE = "0a1b2c3d4e5f"
+
+
+def by_profile(evidence: Evidence) -> None:
+    """A deployment with a profile instead of a threshold."""
+    evidence["deployment"].update(threshold=None, profile=PROFILE)
+    path = f"/opt/sglang/profiles/{PROFILE}.json"
+    options = evidence["processes"][0]["command"]
+    where = options.index("--speculative-disable-batch-threshold")
+    options[where:] = ["--speculative-gate-profile", path]
+    arguments = evidence["deployment"]["server_arguments"]
+    del arguments["speculative-disable-batch-threshold"]
+    arguments["speculative-gate-profile"] = path
+    for rank, entry in enumerate(evidence["rank_files"]):
+        in_file(evidence, rank).update(threshold=0, policy={"profile": PROFILE})
+        entry["document"]["gate"].update(threshold=0, profile=PROFILE, forced=None)
+    for told in evidence["server"]["info"]["gates"]:
+        told["identity"].update(threshold=0, policy={"profile": PROFILE})
+        told.update(threshold=0, profile=PROFILE, forced=None)
+
+
+def profile_claimed_only(evidence: Evidence) -> None:
+    evidence["deployment"]["profile"] = PROFILE
+
+
+def other_profile(evidence: Evidence) -> None:
+    by_profile(evidence)
+    in_file(evidence, 1)["policy"] = {"profile": "ffffffffffff"}
+    evidence["rank_files"][1]["document"]["gate"]["profile"] = "ffffffffffff"
+
+
+def threshold_set_over_the_profile(evidence: Evidence) -> None:
+    by_profile(evidence)
+    # As a deployment with both would have it, so that the threshold itself is as claimed.
+    evidence["deployment"]["threshold"] = 7
+    evidence["processes"][0]["command"] += ["--speculative-disable-batch-threshold", "7"]
+    evidence["deployment"]["server_arguments"]["speculative-disable-batch-threshold"] = 7
+    for entry in evidence["rank_files"]:
+        entry["document"]["gate"].update(threshold=7, profile=None)
+
+
+def profile_without_a_claim(evidence: Evidence) -> None:
+    by_profile(evidence)
+    evidence["deployment"]["profile"] = None
+
+
+def held_closed(evidence: Evidence) -> None:
+    evidence["rank_files"][0]["document"]["gate"]["forced"] = "closed"
+
+
 def schedulers_dead(evidence: Evidence) -> None:
     evidence["processes"] = evidence["processes"][:1]
     evidence["server"].update(info=None, error="/server_info: timed out")
@@ -629,6 +679,12 @@ CASES = (
     Case("deployment switched, not restarted", switched_not_restarted, "refuted", ("d2", "from d1", "restart")),
     Case("threshold changed while running", threshold_changed_at_run_time, "refuted", ("is 7, claimed is 5",)),
     Case("threshold differs between ranks", threshold_differs_between_ranks, "refuted", ("rank 1 is 9",), 2),
+    Case("by a profile", by_profile, "proved", (f"profile {PROFILE}",), 2),
+    Case("profile claimed, threshold runs", profile_claimed_only, "refuted", ("by profile none", PROFILE)),
+    Case("profile differs between ranks", other_profile, "refuted", ("rank 1 goes by profile ffffffffffff",), 2),
+    Case("threshold set over the profile", threshold_set_over_the_profile, "refuted", ("its threshold is 7",)),
+    Case("profile that is not claimed", profile_without_a_claim, "refuted", (PROFILE, "claimed is none")),
+    Case("gate held by a measurement", held_closed, "refuted", ("held closed", "speculative_gate_force")),
     Case("schedulers dead, main alive", schedulers_dead, "refuted", ("main process lives", "every scheduler is gone")),
     Case("one scheduler is a zombie", scheduler_zombie, "refuted", ("rank 1 is gone",), 2),
     Case("crashed while starting", crashed, "refuted", ("size of tensor a (160)",)),

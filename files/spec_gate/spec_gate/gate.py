@@ -34,6 +34,7 @@ class Gate:
         self._scheduler = scheduler
         self._policy = Policy(arguments.settings(scheduler.server_args))
         self._running = 0
+        self._decided = False
         settings = self._policy.settings
         threshold = settings.threshold
         self._switch = Switch(scheduler, arguments.sync_interval(scheduler.server_args)) if settings.gated else None
@@ -73,6 +74,9 @@ class Gate:
         """
         if self._switch is None:
             return False
+        if self._decided:  # for this step, before the loop was entered anew
+            self._decided = False
+            return False
         s = self._scheduler
         last = s.last_batch
         prefilled = last is not None and last.forward_mode.is_extend()
@@ -90,6 +94,7 @@ class Gate:
         if not reqs or closed == self._switch.closed:
             return False
         self._switch.to(closed)
+        self._decided = True
         return True
 
     def verified(self, requests: int, correct_drafts: int) -> None:

@@ -8,10 +8,13 @@ import os
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from inprocess import ATTENTION, CHAIN, DEVICE, TREE, InProcessScheduler, Request
+from inprocess import ATTENTION, CHAIN, DEVICE, TREE, InProcessScheduler, Request, write_profile
 from sglang.srt.managers.io_struct import GetInternalStateReq, SetInternalStateReq
 
-GATE = {"speculative_disable_batch_threshold": 3, "speculative_gate_dwell_steps": 3}
+THRESHOLD = {"speculative_disable_batch_threshold": 3}
+# What these requests get accepted is below one break-even and above another, so that the load switches as well.
+BREAK_EVENS = {1: 1.2, 3: 2.5, 5: 3.5}
+DWELL = {"speculative_gate_dwell_steps": 3}
 # Small enough that requests are retracted, that prompts are prefilled in chunks, and that the prefix cache is evicted.
 TIGHT = {
     "max_running_requests": 6,
@@ -20,13 +23,16 @@ TIGHT = {
     "speculative_gate_sync_interval": 5,
 }
 WORKERS = {
-    "EAGLEWorker, tree": TREE,
-    "EAGLEWorker, chain, page of 4": CHAIN | {"disable_overlap_schedule": True, "page_size": 4},
-    "EAGLEWorkerV2": CHAIN,
-    "EAGLEWorkerV2, page of 4": CHAIN | {"page_size": 4},
+    "EAGLEWorker, tree": TREE | THRESHOLD,
+    "EAGLEWorker, chain, page of 4, profile": CHAIN | {"disable_overlap_schedule": True, "page_size": 4},
+    "EAGLEWorkerV2": CHAIN | THRESHOLD,
+    "EAGLEWorkerV2, page of 4, profile": CHAIN | {"page_size": 4},
 }
 if ATTENTION in ("flashinfer", "fa3"):  # the only ones with which SGLang allows a tree and pages of several tokens
-    WORKERS = {"EAGLEWorker, tree, page of 4": TREE | {"page_size": 4}, "EAGLEWorker, tree": TREE}
+    WORKERS = {
+        "EAGLEWorker, tree, page of 4": TREE | THRESHOLD | {"page_size": 4},
+        "EAGLEWorker, tree": TREE | THRESHOLD,
+    }
 LOGPROB_TOLERANCE = 1e-4 if ATTENTION == "triton" else 0.2  # float32, or half precision
 EXAMPLES = int(os.environ.get("SPECGATE_EXAMPLES", "200"))
 LENGTHS = (7, 30, 48)
@@ -58,8 +64,12 @@ def reference(pair, prompts):
 
 
 @pytest.fixture(params=WORKERS, scope="module")
-def scheduler(request, pair, reference):  # the reference first: one scheduler at a time
-    made = InProcessScheduler(pair.target, pair.draft, **(WORKERS[request.param] | GATE | TIGHT))
+def scheduler(request, pair, reference, tmp_path_factory):  # the reference first: one scheduler at a time
+    worker = WORKERS[request.param]
+    if THRESHOLD.keys() - worker.keys():
+        path = write_profile(tmp_path_factory.mktemp("profile"), *pair, worker, BREAK_EVENS)
+        worker = worker | {"speculative_gate_profile": str(path)}
+    made = InProcessScheduler(*pair, **(worker | DWELL | TIGHT))
     yield made
     made.close()
 

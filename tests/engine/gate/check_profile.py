@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
-from inprocess import CHAIN, TREE, InProcessScheduler, Request
-from spec_gate import profile as profiles
+from inprocess import CHAIN, TREE, InProcessScheduler, Request, write_profile
 from spec_gate.arguments import ArgumentError
 from spec_gate.profile_rule import PROBE_STEPS
-from spec_gate.server_key import server_key
 
 WORKERS = {"EAGLEWorker": TREE, "EAGLEWorkerV2": CHAIN}
 # The draft gets about 3 tokens accepted of these prompts' greedy continuations, and 1.05 of tokens that are drawn
@@ -21,41 +18,24 @@ BREAK_EVEN = 1.8
 TOKENS = 480
 
 
-def write_profile(folder, key):
-    document = profiles.make(
-        made="2026-01-02T03:04:05Z",
-        key=key,
-        cells=[profiles.Cell(1, 64, 0.01 * BREAK_EVEN, 0.01)],
-        acceptance_seen=None,
-        recommended=dict.fromkeys(profiles.RECOMMENDED_FIELDS),
-    )
-    path = folder / f"{document['id']}.json"
-    path.write_text(json.dumps(document))
-    return path
-
-
 @pytest.fixture(scope="module")
 def reference(pair, prompts):
-    """Greedy tokens of a server without speculation, and the key that a profile of this place has."""
+    """Greedy tokens of a server without speculation."""
     scheduler = InProcessScheduler(pair.target)
     outputs = scheduler.serve([Request(prompts[i], TOKENS) for i in GREEDY_PROMPTS])
-    key = server_key(scheduler.server_args)
     scheduler.close()
-    return [output.token_ids for output in outputs], key
+    return [output.token_ids for output in outputs]
 
 
 @pytest.fixture(params=WORKERS, scope="module")
 def scheduler(request, pair, tmp_path_factory, reference):  # the reference first: one scheduler at a time
     folder = tmp_path_factory.mktemp("profiles")
     worker = WORKERS[request.param]
-    shape = {name: worker[f"speculative_{name}"] for name in profiles.SHAPE_FIELDS}
-    key = reference[1] | {"draft": pair.draft, "speculative": shape}
-    wrong = write_profile(folder, key | {"host": "another"})
+    wrong = write_profile(folder, *pair, worker, {1: BREAK_EVEN}, host="another")
     with pytest.raises(ArgumentError, match=r"\(host was another and is [^;]*\): calibrate again"):
-        InProcessScheduler(pair.target, pair.draft, **worker, speculative_gate_profile=str(wrong))
-    path = write_profile(folder, key)
-    made = InProcessScheduler(pair.target, pair.draft, **worker, speculative_gate_profile=str(path))
-    assert made.spec_gate.describe()["profile_key"] == key
+        InProcessScheduler(*pair, **worker, speculative_gate_profile=str(wrong))
+    path = write_profile(folder, *pair, worker, {1: BREAK_EVEN})
+    made = InProcessScheduler(*pair, **worker, speculative_gate_profile=str(path))
     assert made.spec_gate.describe()["profile"] == path.stem
     yield made
     made.close()
@@ -68,7 +48,7 @@ def test_acceptance_closes_it_and_a_probe_opens_it_when_acceptance_has_risen(sch
     requests += [Request(prompt, 120, at=15, sampling=RANDOM) for prompt in prompts[6:18]]
     slots = scheduler.free_slots()
     outputs = scheduler.serve(requests)
-    assert [output.token_ids for output in outputs[: len(GREEDY_PROMPTS)]] == reference[0]
+    assert [output.token_ids for output in outputs[: len(GREEDY_PROMPTS)]] == reference
     assert scheduler.free_slots() == slots
 
     steps = [state for state in seen if state["running"]]

@@ -8,8 +8,11 @@ SGLang's own check that no KV slot and no request slot was lost.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 
 # The CPU engine, unless this is to run on a GPU, with CUDA graphs.
 DEVICE = os.environ.get("SPECGATE_DEVICE", "cpu")
@@ -29,6 +32,8 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.plugins import load_plugins
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs, set_global_server_args_for_scheduler
+from spec_gate import profile
+from spec_gate.server_key import server_key
 
 COMMON = {
     "dtype": "float32",
@@ -66,6 +71,24 @@ TREE = {
     "speculative_num_draft_tokens": 8,
 }
 CHAIN = TREE | {"speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+
+
+def write_profile(
+    folder: Path, target: str, draft: str, worker: Mapping[str, object], break_evens: Mapping[int, float], **key: object
+) -> Path:
+    """A profile for a scheduler of TREE or CHAIN: by batch the break-even at all contexts; `key` replaces fields."""
+    places = {"tp_size": 1, "nnodes": 1, "base_gpu_id": 0, "gpu_id_step": 1}
+    models = {"model_path": target, "speculative_draft_model_path": draft}
+    document = profile.make(
+        made="2026-01-02T03:04:05Z",
+        key=server_key(SimpleNamespace(device=DEVICE, **places, **models, **worker)) | key,
+        cells=[profile.Cell(batch, 64, 0.01 * break_even, 0.01) for batch, break_even in break_evens.items()],
+        acceptance_seen=None,
+        recommended=dict.fromkeys(profile.RECOMMENDED_FIELDS),
+    )
+    path = folder / f"{document['id']}.json"
+    path.write_text(json.dumps(document))
+    return path
 
 
 class _Idle(Exception):
