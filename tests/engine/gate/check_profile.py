@@ -52,20 +52,18 @@ def test_acceptance_closes_it_and_a_probe_opens_it_when_acceptance_has_risen(sch
     assert scheduler.free_slots() == slots
 
     steps = [state for state in seen if state["running"]]
-    transitions = [now for before, now in itertools.pairwise(steps) if now["transitions"] > before["transitions"]]
-    closing = transitions[0]
+    closing, probe, failed, passed = (
+        now for before, now in itertools.pairwise(steps) if now["transitions"] > before["transitions"]
+    )
     assert closing["reason"].startswith("acceptance 1.")
     assert f"< break-even {BREAK_EVEN:.2f} at 15 requests, " in closing["reason"]
-    for probe, failed in itertools.pairwise(transitions):
-        if failed["failed_probes"] > probe["failed_probes"]:
-            assert probe["reason"].startswith("probe: acceptance was 1.")
-            assert failed["reason"].startswith("probe: acceptance 1.")
-            assert failed["open_steps"] - probe["open_steps"] == PROBE_STEPS - 1
+    assert probe["reason"].startswith("probe: acceptance was 1.")
+    assert failed["reason"].startswith("probe: acceptance 1.")
+    assert failed["open_steps"] - probe["open_steps"] == PROBE_STEPS - 1
+    assert passed["reason"].startswith("probe: acceptance was 1.")
+    assert passed["running"] == len(GREEDY_PROMPTS)
     last = steps[-1]
-    print(*[(t["reason"], t["open_steps"], t["closed_steps"]) for t in transitions], last, sep="\n")
-    assert last["failed_probes"] >= 1
-    assert last["passed_probes"] == 1
-    assert last["mode"] == "open"
+    assert (last["mode"], last["failed_probes"], last["passed_probes"]) == ("open", 1, 1)
     assert last["acceptance"] > BREAK_EVEN
 
 
