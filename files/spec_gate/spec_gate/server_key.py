@@ -1,16 +1,9 @@
-"""What a profile is bound to: the host, its devices and driver, the versions, the models and the speculative shape.
-
-    python -m spec_gate.server_key SERVER ARGUMENTS...
-
-prints the key of a server that would be started with these arguments, as one JSON line.
-"""
+"""What a profile is bound to: the host, its devices and driver, the versions, the models and the speculative shape."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import socket
-import sys
 from typing import Any
 
 from spec_gate import loaded
@@ -63,14 +56,3 @@ def _nvidia_driver() -> str | None:
     finally:
         pynvml.nvmlShutdown()
     return version.decode() if isinstance(version, bytes) else version
-
-
-def main() -> None:
-    """Print the key for the arguments on the command line; SGLang refuses what it does not know."""
-    from sglang.srt.server_args import prepare_server_args
-
-    print(json.dumps(server_key(prepare_server_args(sys.argv[1:]))))
-
-
-if __name__ == "__main__":
-    main()
