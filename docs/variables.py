@@ -18,6 +18,8 @@ INTERNAL = {
     "acceptance_budget",
     "acceptance_task",
     "acceptance_expect_transitions",
+    "bandwidth_units",
+    "cuda_units",
     "release_caches",
     "release_check_environment",
     "calibration_environment",

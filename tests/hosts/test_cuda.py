@@ -1,0 +1,214 @@
+"""The role cuda on a host of its own, with a signed repository there whose packages have NVIDIA's names and no content.
+
+No driver is ever loaded there: a file in place of /proc/driver/nvidia/version stands for one.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deploy_target import Target, plain, recap
+from rehearsal_commands import REPOSITORY, booted
+
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
+
+DRIVER, TOOLKIT, PORT = "580.126.20", "13.0.2", 8399
+REPOSITORY_ON_HOST = "/srv/repository/debian12/x86_64"
+FILES = "/etc/apt/sources.list.d/nvidia-cuda.list /etc/apt/preferences.d/nvidia-cuda /usr/share/keyrings/cuda-*"
+
+MAKE_REPOSITORY = r"""
+apt-get update -qq
+apt-get install -qq --yes --no-install-recommends gpg gpg-agent >/dev/null
+mkdir -p FOLDER && cd FOLDER
+package() {  # name, version, further fields
+  mkdir -p work/DEBIAN
+  printf 'Package: %s\nVersion: %s\nArchitecture: amd64\nMaintainer: test <test@example.org>\nDescription: test\n%b' \
+    "$1" "$2" "${3:-}" >work/DEBIAN/control
+  dpkg-deb --build work "$1_$2.deb" >/dev/null
+  rm -r work
+}
+for version in 570.10.01 DRIVER 590.48.01; do
+  package nvidia-driver-cuda $version-1 "Depends: libcuda1\n"
+  package nvidia-kernel-open-dkms $version-1
+  package libcuda1 $version-1
+  package nvidia-persistenced $version-1
+  package nvidia-fabricmanager $version-1
+done
+# One driver that would bring another kernel.
+package linux-image-9.9.9-test 1
+package nvidia-driver-cuda 577.01.01-1 "Depends: linux-image-9.9.9-test\n"
+package nvidia-kernel-open-dkms 577.01.01-1
+package nvidia-persistenced 577.01.01-1
+package cuda-toolkit-13-0 TOOLKIT-1
+package nvlsm 2025.06.11-1
+package linux-headers-$(uname -r) 1
+for file in *.deb; do
+  dpkg-deb --field "$file"
+  printf 'Filename: ./%s\nSize: %s\nSHA256: %s\n\n' "$file" "$(stat --format=%s "$file")" \
+    "$(sha256sum "$file" | cut -d' ' -f1)"
+done >Packages
+{ echo "Date: $(date -uR)"; echo SHA256:
+  echo " $(sha256sum Packages | cut -d' ' -f1) $(stat --format=%s Packages) Packages"; } >Release
+export GNUPGHOME=/root/test-key && mkdir -p -m 700 $GNUPGHOME
+gpg --batch --quiet --passphrase '' --quick-generate-key test ed25519 sign never 2>/dev/null
+gpg --batch --quiet --clearsign --output InRelease Release
+gpg --batch --quiet --export >cuda-archive-keyring.gpg
+systemd-run --quiet --unit=repository python3 -m http.server --bind 127.0.0.1 --directory /srv/repository PORT
+gpg --list-keys --with-colons | sed -n 's/^fpr:*\([0-9A-F]*\):$/\1/p' | head -n 1
+"""
+
+
+class CudaHost(Target):
+    """The host, and the play that provisions it."""
+
+    fingerprint: str
+
+    def provision(self, *arguments: str, **extra: Any) -> subprocess.CompletedProcess[str]:
+        given = {
+            "cuda_driver_version": DRIVER,
+            "cuda_toolkit_version": TOOLKIT,
+            "cuda_repository": f"http://127.0.0.1:{PORT}",
+            "cuda_key_fingerprint": self.fingerprint,
+        } | extra
+        return self.rehearsal.run_playbook("playbooks/provision.yml", "-e", json.dumps(given), *arguments)
+
+    def installed(self) -> dict[str, tuple[str, bool]]:
+        """The packages of the test's repository that are installed: version, and whether they are held."""
+        lines = self.sh(
+            "dpkg-query --show --showformat='${Package} ${Version} ${db:Status-Status} ${db:Status-Want}\\n' "
+            "'*nvidia*' 'libcuda*' 'cuda-*' 'nvlsm' 'linux-image-*' 2>/dev/null || true"
+        ).splitlines()
+        rows = [line.split() for line in lines]
+        return {name: (version, want == "hold") for name, version, status, want in rows if status == "installed"}
+
+    def untouched(self) -> bool:
+        return self.installed() == {} and self.sh(f"ls {FILES} 2>/dev/null || true") == ""
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[CudaHost]:
+    with booted(REPOSITORY / ".rehearsal/cuda") as rehearsal:
+        host = CudaHost(rehearsal)
+        script = MAKE_REPOSITORY
+        for name, value in (
+            ("FOLDER", REPOSITORY_ON_HOST), ("DRIVER", DRIVER), ("TOOLKIT", TOOLKIT), ("PORT", str(PORT)),
+        ):  # fmt: skip
+            script = script.replace(name, value)
+        object.__setattr__(host, "fingerprint", host.sh(script).splitlines()[-1])
+        yield host
+
+
+def test_check_mode_on_a_bare_host_verifies_the_repository_and_touches_nothing(host: CudaHost) -> None:
+    done = host.provision("--check", "--diff")
+    assert done.returncode == 0, done.stdout
+    assert f"+deb [signed-by=/usr/share/keyrings/cuda-archive-keyring.gpg,{host.fingerprint}]" in done.stdout
+    assert host.untouched()
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ({"cuda_key_fingerprint": "0" * 40}, "cuda_key_fingerprint is 0000"),
+        ({"cuda_driver_version": "580"}, "allowed are full versions, such as 580.126.20"),
+    ],
+)
+def test_what_is_wrong_is_refused_before_anything_is_touched(
+    host: CudaHost, extra: dict[str, str], reason: str
+) -> None:
+    done = host.provision(**extra)
+    assert done.returncode != 0
+    assert reason in plain(done.stdout)
+    assert "Nothing was touched" in plain(done.stdout)
+    assert host.untouched()
+
+
+def test_a_signature_that_does_not_fit_is_refused(host: CudaHost) -> None:
+    folder = REPOSITORY_ON_HOST
+    host.sh(f"cp {folder}/InRelease /tmp/kept && sed -i 's/Packages/Pockages/' {folder}/InRelease")
+    done = host.provision()
+    host.sh(f"cp /tmp/kept {folder}/InRelease")
+    assert done.returncode != 0
+    assert "is signed by no key of its keyring" in plain(done.stdout)
+    assert host.untouched()
+
+
+def test_a_running_server_keeps_its_driver(host: CudaHost) -> None:
+    host.sh("systemd-run --quiet --unit=sglang sleep infinity")
+    done = host.provision()
+    host.sh("systemctl stop sglang")
+    assert done.returncode != 0
+    assert "serves (sglang.service), and its driver is none, not 580.126.20" in plain(done.stdout)
+    assert host.untouched()
+
+
+def test_a_driver_that_would_bring_another_kernel_is_refused(host: CudaHost) -> None:
+    done = host.provision(cuda_driver_version="577.01.01")
+    assert done.returncode != 0
+    assert "the kernel would change (linux-image-9.9.9-test)" in plain(done.stdout)
+    assert host.installed() == {}
+
+
+def test_the_pinned_versions_are_installed_with_their_dependencies_and_held(host: CudaHost) -> None:
+    done = host.provision()
+    assert done.returncode == 0, done.stdout
+    driver = (f"{DRIVER}-1", True)
+    assert host.installed() == {
+        "nvidia-driver-cuda": driver,
+        "nvidia-kernel-open-dkms": driver,
+        "nvidia-persistenced": driver,
+        "libcuda1": driver,  # the repository has a newer one, which nobody named
+        "cuda-toolkit-13-0": (f"{TOOLKIT}-1", True),
+    }
+    assert "must be rebooted: the loaded driver is none, installed is 580.126.20" in plain(done.stdout)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--check", "--diff")])
+def test_a_second_run_changes_nothing(host: CudaHost, arguments: tuple[str, ...]) -> None:
+    before = host.installed()
+    done = host.provision(*arguments)
+    assert done.returncode == 0, done.stdout
+    assert recap(done.stdout)["changed"] == 0
+    assert host.installed() == before
+    assert "0 upgraded" in host.sh("apt-get --simulate upgrade")
+
+
+def test_another_pin_replaces_the_driver_both_ways(host: CudaHost) -> None:
+    for version in ("590.48.01", DRIVER):
+        done = host.provision(cuda_driver_version=version)
+        assert done.returncode == 0, done.stdout
+        assert host.installed()["libcuda1"] == host.installed()["nvidia-driver-cuda"] == (f"{version}-1", True)
+
+
+def test_a_reboot_after_which_the_driver_is_not_loaded_is_a_failure(host: CudaHost) -> None:
+    boot = host.sh("cat /proc/sys/kernel/random/boot_id; systemctl show --property=UserspaceTimestampMonotonic")
+    done = host.provision(cuda_reboot_allowed=True)
+    assert done.returncode != 0
+    assert "was rebooted, and its driver is none, not 580.126.20" in plain(done.stdout)
+    assert host.sh("cat /proc/sys/kernel/random/boot_id; systemctl show --property=UserspaceTimestampMonotonic") != boot
+
+
+def test_a_host_whose_driver_satisfies_the_pins_is_not_touched(host: CudaHost, tmp_path: Path) -> None:
+    """As on a machine that came with a driver: no repository, no package, and none is added."""
+    host.sh(
+        f"apt-mark unhold '*nvidia*' libcuda1 cuda-toolkit-13-0; rm -f {FILES}; "
+        "apt-get purge --yes '*nvidia*' libcuda1 cuda-toolkit-13-0 >/dev/null; apt-get update -qq"
+    )
+    text = (REPOSITORY / "tests/data/nvidia/driver-open.txt").read_text().replace("580.126.09", DRIVER)
+    host.sh(f"mount -t tmpfs tmpfs /proc/driver && mkdir -p /proc/driver/nvidia && "
+            f"printf %s {shlex.quote(text)} >/proc/driver/nvidia/version")  # fmt: skip
+    host.sh("printf '[Service]\\nExecStart=sleep infinity\\n[Install]\\nWantedBy=multi-user.target\\n' "
+            ">/etc/systemd/system/nvidia-persistenced.service; systemctl daemon-reload")  # fmt: skip
+    done = host.provision(cuda_toolkit_version="")
+    assert done.returncode == 0, done.stdout
+    assert host.untouched()
+    assert host.sh("systemctl is-active nvidia-persistenced; systemctl is-enabled nvidia-persistenced") == (
+        "active\nenabled"
+    )
+    done = host.provision(cuda_toolkit_version="")
+    assert recap(done.stdout)["changed"] == 0
