@@ -35,14 +35,19 @@ class Arm:
     worker: str | None
 
 
+def parse_names(given: str) -> list[str]:
+    """Return the names of arms in *given*, with commas between; raises UsageError."""
+    names = [part.strip() for part in given.split(",")]
+    if len(names) < 2 or len(set(names)) < len(names) or not set(names) <= set(NAMES):
+        raise UsageError(f"--arms is {given!r}; allowed are two or more of {', '.join(NAMES)}, each once")
+    return names
+
+
 def arms(names: Sequence[str], deployment: Mapping[str, Any]) -> list[Arm]:
     """Return the arms *names* of the active *deployment* (``deployment.json``), in that order.
 
-    Raises UsageError for a name that there is not, and for an arm that this deployment cannot have.
+    Raises UsageError for an arm that this deployment cannot have.
     """
-    unknown = [name for name in names if name not in NAMES]
-    if unknown or len(set(names)) < max(2, len(names)):
-        raise UsageError(f"--arms is {','.join(names)!r}; allowed are two or more of {', '.join(NAMES)}")
     return [_arm(name, deployment) for name in names]
 
 

@@ -21,7 +21,7 @@ from invoke.exceptions import Exit
 from diagnostics import calibrate as calibration
 from diagnostics import prompts as prompt_files
 from diagnostics import render
-from diagnostics.arms import NAMES
+from diagnostics.arms import NAMES, parse_names
 from diagnostics.arms import arms as make_arms
 from diagnostics.compare import Bench, Comparison
 from diagnostics.compare import compare as run_compare
@@ -415,21 +415,20 @@ def compare(
         seed=integer("seed", seed, minimum=0),
         timeout=number("timeout", timeout, minimum=1, unit="seconds"),
     )
+    names = parse_names(arms)
     turns = integer("rounds", rounds, minimum=1)
     chosen = prompt_files.load_prompts(Path(prompts or prompt_files.SHIPPED))
     host, *others = load_hosts(inventory, limit)
     if others:
-        names = ", ".join(found.name for found in (host, *others))
-        raise UsageError(
-            f"a comparison takes a host out of service, and these are several: {names}; choose with --limit"
-        )
+        several = ", ".join(found.name for found in (host, *others))
+        raise UsageError(f"a comparison takes one host out of service, and here are {several}; choose with --limit")
     try:
         with connect(host, REACH_TIMEOUT_S) as connection:
             deployment = read_document(connection, host, REACH_TIMEOUT_S)
     except HostUnreachable as error:
         unreached: Entry = {"host": host.name, "ok": False, "reasons": [str(error)]}
         finish("specgate.comparison/1", [unreached], json, render.compare)
-    comparison = Comparison(arms=make_arms(arms.split(","), deployment), levels=levels, rounds=turns, load=plan)
+    comparison = Comparison(arms=make_arms(names, deployment), levels=levels, rounds=turns, load=plan)
 
     def prove(speculation: bool) -> tuple[str, str, str | None]:
         (found,) = verify.from_hosts([host], PROOF_TIMEOUT_S, speculation=speculation)
@@ -474,3 +473,4 @@ def report(
         print_json(facts | {"html": str(path.resolve())})
     else:
         render.report(facts, path.resolve())
+    raise Exit(code=SUCCESS)

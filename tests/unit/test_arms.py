@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diagnostics.arms import NAMES, arms
+from diagnostics.arms import NAMES, arms, parse_names
 from diagnostics.inventory import UsageError
 
 MODEL = {"model-path": "/m", "max-running-requests": 16}
@@ -70,9 +70,6 @@ def test_a_gate_that_goes_by_a_profile_is_a_gate() -> None:
 @pytest.mark.parametrize(
     ("names", "arguments", "says"),
     [
-        (["gated", "plaid"], MODEL | TREE | GATE, "--arms is 'gated,plaid'; allowed are two or more of gated, plain"),
-        (["gated"], MODEL | TREE | GATE, "two or more"),
-        (["plain", "plain"], MODEL | TREE | GATE, "two or more"),
         (["gated", "plain"], MODEL | TREE | {"speculative-disable-batch-threshold": 0}, "its gate is off"),
         (["plain", "tree"], MODEL, "the deployment has no speculative-algorithm"),
         (["plain", "chain"], MODEL | {"speculative-algorithm": "EAGLE3"}, "with speculative-num-steps"),
@@ -81,3 +78,10 @@ def test_a_gate_that_goes_by_a_profile_is_a_gate() -> None:
 def test_what_cannot_be_compared_is_refused(names: list[str], arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         arms(names, deployment(**arguments))
+
+
+def test_names_are_two_or_more_each_once() -> None:
+    assert parse_names("gated, plain") == ["gated", "plain"]
+    for given in ("gated,plaid", "gated", "plain,plain", ""):
+        with pytest.raises(UsageError, match=f"--arms is '{given}'; allowed are two or more of gated, plain"):
+            parse_names(given)

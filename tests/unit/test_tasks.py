@@ -16,6 +16,7 @@ from chat_server import ChatServer, listening, prompt
 from fabric.main import make_program
 from invoke.exceptions import ThreadException
 from paramiko import SSHException
+from report_runs import TIME, comparison, deploy, write
 
 from diagnostics import journal, render
 from diagnostics.connect import HostUnreachable
@@ -66,7 +67,7 @@ def closed(tmp_path: Path) -> str:
 def test_the_tasks_are_listed(fab: Fab) -> None:
     answer = fab("--list")
     assert answer.returncode == 0
-    for task in (*TASKS, "verify-worker"):
+    for task in (*TASKS, "compare", "report", "verify-worker"):
         assert f"\n  {task} " in answer.stdout
 
 
@@ -104,6 +105,11 @@ def test_people_read_the_outcome_first(fab: Fab, task: str, closed: str) -> None
         (("smoke", "--accept-length-floor", "x"), "--accept-length-floor is 'x'; allowed is a number of tokens"),
         (("smoke", "--limit", "three"), "--limit 'three' matches no host; known hosts: one, two"),
         (("status", "--timeout", ""), "--timeout is ''; allowed is a number of seconds of at least 1"),
+        (("compare", "--arms", "gated"), "--arms is 'gated'; allowed are two or more of gated, plain"),
+        (("compare", "--concurrency", "1,x"), "--concurrency is 'x'; allowed is an integer of at least 1"),
+        (("compare", "--rounds", "0"), "--rounds is '0'; allowed is an integer of at least 1"),
+        (("compare",), "a comparison takes one host out of service, and here are one, two; choose with --limit"),
+        (("report", "--from", "nowhere"), "'nowhere' is not a folder; deploy first"),
         (("logs", "--lines", "1.5"), "--lines is '1.5'; allowed is an integer of at least 1"),
     ],
 )
@@ -124,6 +130,38 @@ def test_an_option_that_does_not_exist_is_wrong_use(fab: Fab, task: str) -> None
     answer = fab(task, "--tiemout", "5", "--json")
     assert (answer.returncode, answer.stdout) == (2, "")
     assert "'--tiemout'" in answer.stderr
+
+
+def test_a_comparison_of_a_host_that_does_not_answer_touches_nothing(fab: Fab, closed: str) -> None:
+    answer = fab("compare", "--limit", "one", "--inventory", closed, "--json")
+    assert answer.returncode == 1
+    (entry,) = json.loads(answer.stdout)["hosts"]
+    assert (entry["host"], entry["ok"]) == ("one", False)
+    assert "127.0.0.1:1" in entry["reasons"][0]
+
+
+def test_the_report_is_written_and_says_where(fab: Fab, tmp_path: Path) -> None:
+    write(tmp_path / "reports", "gpu-1", TIME, deploy())
+    answer = fab("report", "--from", str(tmp_path / "reports"))
+    assert answer.returncode == 0
+    first, *_, last = answer.stdout.splitlines()
+    assert first == "gpu-1: deployed, proved and tested"
+    assert last == f"The page: {tmp_path}/reports/{TIME}.html"
+    answer = fab("report", "--from", str(tmp_path / "reports"), "--output", str(tmp_path / "a.html"), "--json")
+    assert json.loads(answer.stdout)["html"] == f"{tmp_path}/a.html"
+    assert (tmp_path / "a.html").is_file()
+    assert (tmp_path / "a.json").is_file()
+
+
+def test_a_comparison_for_people(capfd: pytest.CaptureFixture[str]) -> None:
+    (entry,) = comparison()["hosts"]
+    entry |= {"restored": {"deployment": "d5", "proof": "proved: it runs"}}
+    render.compare([entry])
+    shown = " ".join(capfd.readouterr().out.split())
+    assert shown.startswith("Comparison passed on gpu-1")
+    assert "100.0 (95.0 to 104.0)" in shown
+    assert "1.30x [1.10, 1.50] faster" in shown
+    assert "active again: d5, proved: it runs" in shown
 
 
 def test_following_has_no_document(fab: Fab, closed: str) -> None:
