@@ -47,7 +47,7 @@ def render(facts: Facts) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "when": when, "series": series, "levels": levels, "by_arm": by_arm}
+    environment.filters |= {"number": number, "when": when, "series": series, "levels": levels, "by": by}
     environment.globals |= {
         "gate_chart": lambda *arguments: Markup(charts.gate_over_time(*arguments)),
         "level_chart": lambda *arguments: Markup(charts.over_concurrency(*arguments)),
@@ -78,12 +78,11 @@ def levels(summary: Iterable[Mapping[str, Any]]) -> list[int]:
     return sorted({row["concurrency"] for row in summary})
 
 
-def by_arm(summary: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Mapping[str, Any]]]]:
-    """Arms in the order of a comparison's summary, each with its rows by concurrency."""
-    arms = dict.fromkeys(row["arm"] for row in summary)
-    return [
-        (arm, sorted((row for row in summary if row["arm"] == arm), key=lambda row: row["concurrency"])) for arm in arms
-    ]
+def by(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[str, list[Mapping[str, Any] | None]]]:
+    """Values of *name* in their order, each with its row at each level, None where there is none."""
+    columns = levels(rows)
+    found = {(row[name], row["concurrency"]): row for row in rows}
+    return [(value, [found.get((value, level)) for level in columns]) for value in dict.fromkeys(r[name] for r in rows)]
 
 
 def series(summary: Sequence[Mapping[str, Any]], figure: str, factor: float = 1.0) -> dict[str, list[charts.Point]]:
@@ -92,8 +91,8 @@ def series(summary: Sequence[Mapping[str, Any]], figure: str, factor: float = 1.
         arm: [
             (row["concurrency"], *(row[figure][key] * factor for key in ("median", "min", "max")))
             for row in rows
-            if row.get(figure) is not None
+            if row is not None and row.get(figure) is not None
         ]
-        for arm, rows in by_arm(summary)
+        for arm, rows in by(summary, "arm")
     }
     return {arm: points for arm, points in arms.items() if points}

@@ -156,6 +156,19 @@ def test_the_latest_comparison_and_profile_are_shown_beside_the_deploy(tmp_path:
     assert "<th>gated / plain</th>" in html
 
 
+def test_a_figure_that_does_not_count_leaves_its_place_empty(tmp_path: Path) -> None:
+    late = ["round 1 of 3, arm plain, C=4: the client was too slow"]
+    compared = comparison(("gated", "plain"))
+    entry = compared["hosts"][0]
+    entry |= {"ok": False, "invalid": late, "reasons": late}
+    for rows, name in ((entry["summary"], "arm"), (entry["differences"], "against")):
+        rows[:] = [row for row in rows if (row[name], row["concurrency"]) != ("plain", 4)]
+    html = page.render(facts_of(tmp_path, compare=compared))
+    assert "not all figures count" in html
+    row = html[html.index("<th>plain</th>") :].partition("</tr>")[0]
+    assert re.findall(r">([^<>]+)(?:<br>|</td>)", row) == ["100", "-", "100"]
+
+
 def test_of_several_hosts_the_worst_comes_first(tmp_path: Path) -> None:
     for name, changed in {"a": {}, "b": {"outcome": failed("no space left")}, "c": {"load": None}}.items():
         write(tmp_path, name, TIME, {k: v for k, v in (deploy() | changed).items() if v is not None})
