@@ -17,6 +17,16 @@ def rehearsal_host() -> Iterator[Rehearsal]:
         yield rehearsal
 
 
+@pytest.fixture(scope="module")
+def target(rehearsal_host: Rehearsal) -> Target:
+    """The tests' host, with a deployment that serves."""
+    target = Target(rehearsal_host)
+    if not target.is_healthy():
+        done = target.deploy("--skip-tags", "load")
+        assert done.returncode == 0, done.stdout
+    return target
+
+
 @pytest.fixture
 def unharmed(target: Target) -> Iterator[State]:
     """The deployment that serves; afterwards the same one must still serve, by the same process."""

@@ -130,6 +130,22 @@ def test_a_service_killed_under_load_is_told_and_nothing_hangs(host: Machine) ->
     assert sum(error["count"] for error in entry["errors"]) == entry["requests"]["failed"] + entry["requests"]["lost"]
 
 
+def test_a_client_that_is_too_slow_is_told_from_a_slow_server(host: Machine) -> None:
+    command = ("load", "--duration", "5", "--max-errors", "1000", "--inventory", host.inventory, "--json")
+    with host.rehearsal.popen_fab(*command) as load:
+        eventually(lambda: host.sh(f"ss -Htn state established 'sport = :{PORT}'") != "")
+        while load.poll() is None:  # as a machine without CPU to spare does to it
+            load.send_signal(signal.SIGSTOP)
+            time.sleep(0.3)
+            load.send_signal(signal.SIGCONT)
+            time.sleep(0.1)
+        output, _ = load.communicate(timeout=60)
+    (entry,) = json.loads(output)["hosts"]
+    assert load.returncode == 3, entry["reasons"]
+    assert entry["reasons"] == entry["invalid"]
+    assert entry["reasons"][0].startswith("the client was too slow, these figures are not the server's: it was late by")
+
+
 def test_status_of_a_running_and_of_a_stopped_service(host: Machine) -> None:
     status, entry = host.entry("status")
     assert status == 0, entry["reasons"]
