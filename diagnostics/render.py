@@ -173,8 +173,9 @@ def _gate_line(gate: Mapping[str, Any] | None) -> str:
         else "still closed"
     )
     steps = gate["open_steps"] + gate["closed_steps"]
+    held = f", HELD {gate['forced']} whatever the load" if gate["forced"] else ""
     return (
-        f"threshold {gate['threshold']}: {gate['transitions']} transitions, "
+        f"threshold {gate['threshold']}{held}: {gate['transitions']} transitions, "
         f"closed for {gate['closed_steps']} of {steps} steps, {end if gate['closed_steps'] else 'never closed'}"
     )
 

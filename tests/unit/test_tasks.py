@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_server import ChatServer, listening, prompt
+from chat_server import ChatServer, listening, prompt, server_info
 from fabric.main import make_program
-from invoke.exceptions import ThreadException
+from invoke.exceptions import Exit, ThreadException
 from paramiko import SSHException
 from report_runs import TIME, comparison, deploy, write
 
@@ -24,8 +24,9 @@ from diagnostics.fanout import on_each
 from diagnostics.inventory import REPOSITORY, Host, UsageError
 from diagnostics.load import Plan
 from diagnostics.load import load as run_load
-from diagnostics.options import integer, number
+from diagnostics.options import integer, load_plan, number
 from diagnostics.prompts import SHIPPED, load_prompts, order
+from diagnostics.tasks import finish
 
 TASKS = ("calibrate", "load", "logs", "smoke", "status")
 SCHEMAS = {"calibrate": "calibration"}
@@ -311,3 +312,50 @@ def test_the_load_is_shown_with_its_errors_and_its_gate(tmp_path: Path, capsys: 
     assert "  gone: no route" in lines
     assert any("2 failed: HTTP 400: too long" in line for line in lines)
     assert any("threshold 5: 0 transitions" in line for line in lines)
+
+
+def test_a_gate_that_something_holds_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def scenario() -> dict[str, Any]:
+        async with listening(ChatServer(server_info(settings={"forced": "open"})), tmp_path) as endpoint:
+            return await run_load(endpoint, Plan(concurrency=1, requests=1), [prompt("plain")])
+
+    render.load([{"host": "a", **asyncio.run(scenario())}])
+    assert "threshold 5, HELD open whatever the load: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--rate", "0"), "--rate is '0'; allowed is a number of requests a second above 0"),
+        (("--rate", "2", "--concurrency", "2"), "--concurrency and --rate are both given"),
+        (("--throughput-loss-limit", "101"), "allowed is a number of per cent above 0 and at most 100"),
+        (("--ttft-p95-limit", "nan"), "--ttft-p95-limit is 'nan'; allowed is a number of seconds above 0"),
+        (("--max-errors", "-1"), "--max-errors is '-1'; allowed is an integer of at least 0"),
+    ],
+)
+def test_wrong_options_of_the_load_are_refused(fab: Fab, closed: str, arguments: tuple[str, ...], message: str) -> None:
+    answer = fab("load", *arguments, "--inventory", closed)
+    assert answer.returncode == 2
+    assert message in answer.stderr
+
+
+def test_a_plan_fills_in_what_was_not_given() -> None:
+    nothing: dict[str, Any] = dict.fromkeys(("concurrency", "rate", "requests", "duration", "warm_up"))
+    plan = load_plan(**nothing)
+    assert (plan.concurrency, plan.rate, plan.requests, plan.duration, plan.warm_up) == (10, None, 50, None, 10)
+    plan = load_plan(**nothing | {"rate": "0.5"})
+    assert (plan.concurrency, plan.rate, plan.requests, plan.warm_up) == (None, 0.5, 15, 4)
+    plan = load_plan(**nothing | {"rate": "2", "duration": "5"})
+    assert (plan.requests, plan.duration) == (None, 5.0)
+
+
+@pytest.mark.parametrize(("entries", "status"), [
+    ([{"ok": True}, {"ok": True}], 0),
+    ([{"ok": True}, {"ok": False, "reasons": ["slow"], "invalid": ["slow"]}], 3),
+    ([{"ok": False, "reasons": ["bad"]}, {"ok": False, "reasons": ["slow"], "invalid": ["slow"]}], 1),
+    ([{"ok": False, "reasons": ["bad", "slow"], "invalid": ["slow"]}], 1),
+])  # fmt: skip
+def test_invalid_figures_are_neither_success_nor_failure(entries: list[dict[str, Any]], status: int) -> None:
+    with pytest.raises(Exit) as end:
+        finish("s", entries, True, lambda shown: None)
+    assert end.value.code == status
