@@ -134,8 +134,13 @@ class _Surface:
     """The break-even over batch and context, as the gate interpolates it, at every number of requests measured."""
 
     def __init__(self, cells: Sequence[Cell]) -> None:
-        self._profile = profiles.Profile("", "", {}, [profile_cell(cell) for cell in cells])
+        profile = profiles.Profile("", "", {}, [profile_cell(cell) for cell in cells])
         self._last = {cell.context: max(c.batch for c in cells if c.context == cell.context) for cell in cells}
+        self._break_evens = {
+            (batch, context): profile.break_even(batch, context)
+            for context, last in self._last.items()
+            for batch in range(1, last + 1)
+        }
         self.largest = max(self._last.values())
 
     def last(self, context: int) -> int:
@@ -143,7 +148,7 @@ class _Surface:
         return self._last[context]
 
     def break_even(self, batch: int, context: int) -> float:
-        return self._profile.break_even(batch, context)
+        return self._break_evens[batch, context]
 
     def weight(self, contexts: Sequence[int]) -> float:
         """What a loss of 1 everywhere would sum up to."""

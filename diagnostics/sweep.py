@@ -211,10 +211,11 @@ class Sweep:
         async def measure(place: tuple[int, int], pairs: int) -> None:
             inputs = prompts(place[0], max(1, place[1] - limits.generated // 4))
             try:
-                await self._prefill(inputs, deadline)
-                for _ in range(pairs):
+                for number in range(pairs):
                     if time.monotonic() > deadline:
                         raise _LeftOut("the budget was used up before")
+                    if number == 0:
+                        await self._prefill(inputs, deadline)
                     cells[place] = await self._pair(cells[place], inputs, limits.generated, deadline)
             except _LeftOut as reason:
                 if len(cells[place].open_s) < MIN_PAIRS:
