@@ -105,6 +105,7 @@ REFUSED = {
     "--enable-dp-attention": ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
     "--pp-size 2": ["--pp-size", "2"],
     "--speculative-gate-low-mark is 6": ["--speculative-gate-low-mark", "6"],
+    "--speculative-gate-profile /none.json cannot be read": ["--speculative-gate-profile", "/none.json"],
 }
 
 

@@ -1,5 +1,7 @@
 """Properties of the gate's decisions by a profile, over arbitrary loads and acceptances."""
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -234,6 +236,45 @@ def test_forced_closed_from_the_start_it_measures_when_it_is_released():
     assert server.step(2, 3.0).reason.startswith("probe: acceptance was unknown")
     server.steps(50, 2, 3.0)
     assert server.policy.mode == "open"
+
+
+# Break-even by requests, as on a GPU: verifying is nearly free with few of them.
+BREAK_EVENS = {1: 1.2, 4: 1.4, 8: 1.8, 16: 2.4, 32: 3.0, 64: 3.5}
+TOKENS = 1500  # of each request, of each kind of traffic in turns
+
+
+def accepted(mean, requests, numbers):
+    """Tokens of one verify step: each draft token is as likely to be right as the one before it, if that was right."""
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        right = (low + high) / 2
+        low, high = (right, high) if sum(right**i for i in range(MOST_ACCEPTED)) < mean else (low, right)
+    chances = [right ** (i - 1) * (1 - right) for i in range(1, MOST_ACCEPTED)] + [right ** (MOST_ACCEPTED - 1)]
+    return sum(numbers.choices(range(1, MOST_ACCEPTED + 1), chances, k=requests))
+
+
+@pytest.mark.parametrize("running", BREAK_EVENS)
+@pytest.mark.parametrize("kinds", [(3.2, 1.3), (2.2, 1.5), (1.5,), (2.5,), (3.5,)])
+def test_on_modelled_costs_it_comes_near_to_the_better_mode_or_beats_it(kinds, running):
+    numbers = random.Random(running)
+    key = dict.fromkeys(KEY_FIELDS) | {"speculative": {"num_steps": 3, "eagle_topk": 4, "num_draft_tokens": 8}}
+    cells = [Cell(requests, CONTEXT, cost, 1.0) for requests, cost in BREAK_EVENS.items()]
+    policy = Policy(Settings(profile=Profile("x", "now", key, cells)))
+    gated = 0.0
+    for mean in kinds * 2:
+        tokens = 0
+        while tokens < TOKENS * running:
+            decision = policy.decide(running, running * CONTEXT)
+            if decision.mode == "open":
+                step = accepted(mean, running, numbers)
+                policy.observe(running, step)
+            else:
+                step = running
+            gated += (BREAK_EVENS[running] if decision.mode == "open" else 1.0) + decision.changed * TRANSITION_STEPS
+            tokens += step
+    opened = sum(TOKENS / mean * BREAK_EVENS[running] for mean in kinds * 2)
+    closed = TOKENS * len(kinds * 2)
+    assert gated <= min(opened, closed) / 0.95
 
 
 def test_decision_cost_by_profile(benchmark):
