@@ -114,7 +114,7 @@ def test_smoke(host: Machine) -> None:
 def test_load(host: Machine) -> None:
     status, entry = host.entry("load", "--concurrency", "10", "--requests", "40")
     assert status == 0, entry["reasons"]
-    assert entry["requests"] == {"sent": 40, "answered": 40, "failed": 0, "lost": 0}
+    assert entry["requests"] == {"sent": 40, "answered": 40, "failed": 0, "lost": 0, "unreached": 0}
     assert entry["skipped_prompts"] == []
 
 
