@@ -6,6 +6,7 @@ playbooks' own tasks on this machine, with nothing but the activation left out.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -233,3 +234,47 @@ def test_the_summary_tells_the_threshold_only_of_a_deployment_of_this_run(
     assert status == 0
     assert "gpu-1 serves on 127.0.0.1:30000" in output
     assert ("closes at 5 running requests" in output) == deployed
+
+
+SMOKE = {"name": "accept length of a single request", "found": 1.0, "rule": "more than", "allowed": 1.2, "kept": False}
+
+
+def test_a_missed_limit_is_kept_only_where_that_is_asked_for_and_nothing_else_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The role acceptance itself; in place of `fab` a program that prints what it would."""
+    monkeypatch.setenv("ANSIBLE_ROLES_PATH", str(ROOT / "roles"))
+    fab = tmp_path / "fab"
+    fab.write_text('#!/bin/sh\necho "$1"\nexit $2\n')
+    fab.chmod(0o755)
+    facts = f"{LOCAL} release_root={tmp_path} service_name=sglang service_address=127.0.0.1 service_port=30000"
+
+    def accept(**hosts: tuple[str, list[str], int]) -> tuple[int, str]:
+        lines = []
+        for name, (on_failure, reasons, status) in hosts.items():
+            entry = {"ok": False, "reasons": reasons, "limits": [SMOKE]}
+            document = json.dumps({"hosts": [entry]}).replace('"', '\\"')
+            lines.append(f'{name} {facts} acceptance_on_failure={on_failure} printed="{document}" status={status}')
+        command = [str(fab), "{{ printed }}", "{{ status }}"]
+        tasks = [
+            {
+                "ansible.builtin.include_role": {"name": "acceptance"},
+                "vars": {"acceptance_task": "smoke", "_acceptance_command": command},
+            },
+            {"ansible.builtin.include_tasks": "tasks/summary.yml"},
+        ]
+        for name in ("tasks", "templates"):
+            (tmp_path / name).unlink(missing_ok=True)
+        return deploy(tmp_path, hosts="\n".join(lines), playbook=local_play(tmp_path, tasks))
+
+    status, output = accept(gpu=("keep", ["missed"], 1))
+    assert status != 0
+    assert "accept length of a single request: 1 (more than 1.2), MISSED" in output
+    assert "gpu: missed. It serves all the same, as acceptance_on_failure is keep." in output
+    status, output = accept(
+        back=("roll-back", ["missed"], 1), other=("keep", ["missed", "restarted"], 1), slow=("keep", ["slow"], 3)
+    )
+    assert status != 0
+    assert "It serves all the same" not in output
+    for name, said in {"back": "1. missed.", "other": "1. missed; restarted.", "slow": "3. slow."}.items():
+        assert f"{name}: `fab smoke` ended with status {said}" in output
