@@ -257,6 +257,7 @@ def gate_report(
         return None, [expected] if expect_transitions else []
     report: dict[str, Any] = {
         "threshold": after.threshold,
+        "profile": after.profile,
         "forced": after.forced,
         "before": before.mode,
         "after": after.mode,
@@ -277,5 +278,6 @@ def gate_report(
             f"the gate is still closed {REOPEN_WAIT_S:g} s after the load ({after.running} requests running){held}"
         )
     if expect_transitions and not closed:
-        problems.append(f"the gate did not close under this load (threshold {after.threshold})")
+        by = f"profile {after.profile}" if after.profile else f"threshold {after.threshold}"
+        problems.append(f"the gate did not close under this load ({by})")
     return report, problems

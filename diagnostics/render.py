@@ -165,8 +165,9 @@ def _quantiles(values: Mapping[str, float] | None, factor: float, digits: int) -
 def _gate_line(gate: Mapping[str, Any] | None) -> str:
     if gate is None:
         return "none: the server runs without the patch"
+    by = f"profile {gate['profile']}" if gate["profile"] else f"threshold {gate['threshold']}"
     if "closed_steps" not in gate:
-        return f"threshold {gate['threshold']}; not known across the restart"
+        return f"{by}; not known across the restart"
     end = (
         f"open again after {gate['open_again_after_s']:.1f} s"
         if gate["open_again_after_s"] is not None
@@ -175,7 +176,7 @@ def _gate_line(gate: Mapping[str, Any] | None) -> str:
     steps = gate["open_steps"] + gate["closed_steps"]
     held = f", HELD {gate['forced']} whatever the load" if gate["forced"] else ""
     return (
-        f"threshold {gate['threshold']}{held}: {gate['transitions']} transitions, "
+        f"{by}{held}: {gate['transitions']} transitions, "
         f"closed for {gate['closed_steps']} of {steps} steps, {end if gate['closed_steps'] else 'never closed'}"
     )
 
@@ -205,7 +206,7 @@ def status(entries: Sequence[Entry]) -> None:
     console = make_console()
     _outcome(console, "Status check", entries)
     table = Table()
-    for name in ("host", "unit", "uptime", "restarts", "deployment and release", "threshold", "gate", "requests"):
+    for name in ("host", "unit", "uptime", "restarts", "deployment and release", "closes by", "gate", "requests"):
         table.add_column(name, overflow="fold")
     for entry in entries:
         unit, deployment, requests = entry.get("unit"), entry.get("deployment"), entry.get("requests")
@@ -215,7 +216,7 @@ def status(entries: Sequence[Entry]) -> None:
             _duration(unit["uptime_s"]) if unit else None,
             unit["NRestarts"] if unit else None,
             f"{deployment['id']}\n{deployment['release']}" if deployment else None,
-            deployment["threshold"] if deployment else None,
+            _closes_by(entry) if deployment else None,
             ", ".join(dict.fromkeys(gate["mode"] for gate in entry.get("gates", []))) or None,
             f"{requests['running']} running, {requests['waiting']} waiting" if requests else None,
         )
@@ -224,6 +225,12 @@ def status(entries: Sequence[Entry]) -> None:
     for entry in entries:
         for gpu in entry.get("gpus", []):
             console.print(Text(f"{entry['host']}: " + ", ".join(f"{name} {value}" for name, value in gpu.items())))
+
+
+def _closes_by(entry: Entry) -> str:
+    """What the gates go by, as the ranks say; where none says so, the deployment's threshold."""
+    profiles = dict.fromkeys(gate["profile"] for gate in entry.get("gates", []) if gate.get("profile"))
+    return f"profile {', '.join(profiles)}" if profiles else f"threshold {entry['deployment']['threshold']}"
 
 
 def _duration(seconds: float | None) -> str | None:

@@ -50,6 +50,7 @@ class Gate:
 
     mode: str
     threshold: int
+    profile: str | None  # the id of the profile that it goes by; None with a threshold above 0
     transitions: int
     open_steps: int
     closed_steps: int
@@ -98,6 +99,7 @@ def _gate(gates: list[Mapping[str, Any]]) -> Gate:
     return Gate(
         mode="closed" if "closed" in modes else modes.pop(),
         threshold=int(gates[0]["threshold"]),
+        profile=gates[0].get("profile"),
         transitions=sum(gate["transitions"] for gate in gates),
         open_steps=sum(gate["open_steps"] for gate in gates),
         closed_steps=sum(gate["closed_steps"] for gate in gates),
