@@ -67,7 +67,7 @@ def entry(facts: checks.Facts, wanted: expected.Expected) -> dict[str, Any]:
     return {
         "ok": state in (check.PASS, check.WARN),
         "state": state,
-        "reasons": check.lines(each for each in found if each.state in (check.FAIL, check.UNKNOWN)),
+        "reasons": check.lines(each for state in (check.FAIL, check.UNKNOWN) for each in found if each.state == state),
         "checks": [each.document() for each in found],
         "facts": facts,
     }

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from deploy_target import Target, plain, recap
 from rehearsal_commands import REPOSITORY, booted
 
@@ -20,14 +21,20 @@ pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
 
 DRIVER, TOOLKIT, PORT = "580.126.20", "13.0.2", 8399
 REPOSITORY_ON_HOST = "/srv/repository/debian12/x86_64"
-FILES = "/etc/apt/sources.list.d/nvidia-cuda.list /etc/apt/preferences.d/nvidia-cuda /usr/share/keyrings/cuda-*"
+FILES = (
+    "/etc/apt/sources.list.d/nvidia-cuda.list /etc/apt/preferences.d/nvidia-cuda /usr/share/keyrings/cuda-* "
+    "/etc/modprobe.d/nvidia-specgate.conf"
+)
 
 MAKE_REPOSITORY = r"""
 apt-get update -qq
 apt-get install -qq --yes --no-install-recommends gpg gpg-agent >/dev/null
 mkdir -p FOLDER && cd FOLDER
 package() {  # name, version, further fields
-  mkdir -p work/DEBIAN
+  mkdir -p work/DEBIAN work/lib/systemd/system
+  [ "$1" != nvidia-persistenced ] ||
+    printf '[Service]\nExecStart=sleep infinity\n[Install]\nWantedBy=multi-user.target\n' \
+      >work/lib/systemd/system/$1.service
   printf 'Package: %s\nVersion: %s\nArchitecture: amd64\nMaintainer: test <test@example.org>\nDescription: test\n%b' \
     "$1" "$2" "${3:-}" >work/DEBIAN/control
   dpkg-deb --build work "$1_$2.deb" >/dev/null
@@ -193,22 +200,106 @@ def test_a_reboot_after_which_the_driver_is_not_loaded_is_a_failure(host: CudaHo
     assert host.sh("cat /proc/sys/kernel/random/boot_id; systemctl show --property=UserspaceTimestampMonotonic") != boot
 
 
-def test_a_host_whose_driver_satisfies_the_pins_is_not_touched(host: CudaHost, tmp_path: Path) -> None:
-    """As on a machine that came with a driver: no repository, no package, and none is added."""
-    host.sh(
-        f"apt-mark unhold '*nvidia*' libcuda1 cuda-toolkit-13-0; rm -f {FILES}; "
-        "apt-get purge --yes '*nvidia*' libcuda1 cuda-toolkit-13-0 >/dev/null; apt-get update -qq"
-    )
+def load_driver(host: CudaHost) -> None:
+    """Make the host look as if the pinned driver, with open modules, were loaded."""
     text = (REPOSITORY / "tests/data/nvidia/driver-open.txt").read_text().replace("580.126.09", DRIVER)
-    host.sh(f"mount -t tmpfs tmpfs /proc/driver && mkdir -p /proc/driver/nvidia && "
+    host.sh("mountpoint -q /proc/driver || mount -t tmpfs tmpfs /proc/driver; mkdir -p /proc/driver/nvidia; "
             f"printf %s {shlex.quote(text)} >/proc/driver/nvidia/version")  # fmt: skip
-    host.sh("printf '[Service]\\nExecStart=sleep infinity\\n[Install]\\nWantedBy=multi-user.target\\n' "
-            ">/etc/systemd/system/nvidia-persistenced.service; systemctl daemon-reload")  # fmt: skip
-    done = host.provision(cuda_toolkit_version="")
+
+
+def test_once_the_driver_is_loaded_its_daemon_runs(host: CudaHost) -> None:
+    load_driver(host)
+    done = host.provision()
     assert done.returncode == 0, done.stdout
-    assert host.untouched()
-    assert host.sh("systemctl is-active nvidia-persistenced; systemctl is-enabled nvidia-persistenced") == (
-        "active\nenabled"
+    assert "must be rebooted" not in plain(done.stdout)
+    states = host.sh("systemctl is-active nvidia-persistenced; systemctl is-enabled nvidia-persistenced")
+    assert states == "active\nenabled"
+
+
+def test_a_host_whose_driver_satisfies_the_pins_is_not_touched(host: CudaHost) -> None:
+    """As on a machine that came with its driver: no repository, no package, no option, and none is added."""
+    host.sh(
+        f"apt-mark unhold '*nvidia*' libcuda1 cuda-toolkit-13-0 >/dev/null; rm -f {FILES}; "
+        "apt-get purge --yes '*nvidia*' libcuda1 cuda-toolkit-13-0 >/dev/null 2>&1; apt-get update -qq"
     )
-    done = host.provision(cuda_toolkit_version="")
+    load_driver(host)
+    done = host.provision(cuda_toolkit_version="", cuda_disable_hmm=True)
+    assert done.returncode == 0, done.stdout
     assert recap(done.stdout)["changed"] == 0
+    assert host.untouched()
+
+
+NVIDIA_SMI = """#!/bin/sh
+case "$*" in
+  "--query-gpu=index --format=csv,noheader") seq 0 7 ;;
+  --query-gpu=*) cat /srv/nvidia/gpus-rtx-pro-6000.csv ;;
+  "topo -m") cat /srv/nvidia/topology-8-pcie.txt ;;
+  *) exit 9 ;;
+esac
+"""
+
+
+def test_doctor_and_the_preflight_say_the_same_of_a_gpu_host(host: CudaHost, tmp_path: Path) -> None:
+    """With a stand-in for nvidia-smi that prints what users published; no card is on the bus, and no model there."""
+    for name in ("gpus-rtx-pro-6000.csv", "topology-8-pcie.txt"):
+        text = (REPOSITORY / "tests/data/nvidia" / name).read_text().replace("580.126.09", DRIVER)
+        host.sh(f"mkdir -p /srv/nvidia; printf %s {shlex.quote(text)} >/srv/nvidia/{name}")
+    host.sh(f"printf %s {shlex.quote(NVIDIA_SMI)} >/usr/local/bin/nvidia-smi; chmod +x /usr/local/bin/nvidia-smi")
+    load_driver(host)
+    example = yaml.safe_load((REPOSITORY / "inventory/blackwell/rtx-pro-6000/group_vars/all/main.yml").read_text())
+    names = ("preflight_gpus", "preflight_cuda", "service_server_arguments", "models")
+    overlay = tmp_path / "gpu.yml"
+    variables = {name: example[name] for name in names}
+    overlay.write_text(json.dumps({"sglang_hosts": {"hosts": {"rehearsal-1": variables}}}))
+    inventories = ["--inventory=inventory/rehearsal", f"--inventory={overlay}"]
+
+    done = host.rehearsal.fab("doctor", "--json", *inventories)
+    assert done.returncode == 1, done.stderr
+    (entry,) = json.loads(done.stdout)["hosts"]
+    states = {each["name"]: each["state"] for each in entry["checks"]}
+    good = ("driver", "open_modules", "driver_loaded", "gpu_count", "gpu_name", "gpu_capability", "gpu_memory")
+    more = ("gpu_ecc", "gpu_mig", "gpu_persistence", "pcie_link", "topology", "gpu_numa")
+    assert {name: states[name] for name in good + more} == dict.fromkeys(good + more, "pass")
+    assert (states["iommu"], states["acs"], states["target_path"]) == ("unknown", "unknown", "fail")
+
+    done = host.rehearsal.run_playbook("deploy.yml", "--tags", "preflight", *inventories)
+    assert done.returncode != 0
+    for reason in entry["reasons"]:
+        assert plain(reason) in plain(done.stdout)
+
+
+MAKE_SOURCES = r"""
+apt-get install -qq --yes --no-install-recommends git make >/dev/null 2>&1
+printf '%s\n' '#!/bin/sh' 'case $1 in' '-S) mkdir -p "$4" && touch "$4/CMakeCache.txt" ;;' \
+  '*) printf "#!/bin/sh\necho {}\n" >"$2/nvbandwidth" && chmod +x "$2/nvbandwidth" ;; esac' >/usr/local/bin/cmake
+chmod +x /usr/local/bin/cmake
+git init --quiet /srv/git && cd /srv/git
+printf 'build/all_reduce_perf:\n\tmkdir -p build; printf "#!/bin/sh\\necho \$$*\\n" >$@; chmod +x $@\n' >Makefile
+git add Makefile && git -c user.name=test -c user.email=test@example.org commit --quiet --message=test
+git tag v1
+"""
+
+
+def test_bandwidth_is_measured_where_nothing_serves_and_saved_by_host(host: CudaHost, tmp_path: Path) -> None:
+    """With stand-ins of both programs and of cmake: what is tested is the play."""
+    host.sh(MAKE_SOURCES)
+    programs = ("nccl_tests", "nvbandwidth")
+    given = {"bandwidth_packages": ["git", "make"], "bandwidth_results": str(tmp_path)}
+    given |= {f"bandwidth_{name}_repository": "/srv/git" for name in programs}
+    given |= {f"bandwidth_{name}_version": "v1" for name in programs}
+
+    def measure() -> subprocess.CompletedProcess[str]:
+        return host.rehearsal.run_playbook("playbooks/bandwidth.yml", "-e", json.dumps(given))
+
+    host.sh("systemd-run --quiet --unit=sglang sleep infinity")
+    done = measure()
+    host.sh("systemctl stop sglang")
+    assert done.returncode != 0
+    assert "sglang.service runs, and would be measured as well as disturbed" in plain(done.stdout)
+
+    done = measure()
+    assert done.returncode == 0, done.stdout
+    (folder,) = (tmp_path / "rehearsal-1").iterdir()
+    found = {path.name: path.read_text() for path in folder.iterdir()}
+    assert found.keys() == {"topology.txt", "gpus.csv", "nvbandwidth.json", "all_reduce.txt"}
+    assert found["all_reduce.txt"] == "--minbytes=8K --maxbytes=512M --stepfactor=2 --ngpus=8\n"

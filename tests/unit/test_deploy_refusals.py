@@ -221,6 +221,25 @@ def test_when_one_host_fails_its_batch_goes_back_and_the_roll_ends(tmp_path: Pat
         assert f"fatal: [{name}]: FAILED! => changed: false msg: |- {message}" in output, output
 
 
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ('preflight_accepted=["iomu"]', "preflight_accepted names iomu; allowed are init, distribution,"),
+        ('preflight_gpus={"count": "eight"}', "The variables of the checks cannot be used: invalid literal for int()"),
+        ("preflight_memory_mb=999999999", "memory: "),
+    ],
+)
+def test_an_unfit_host_and_wrong_expectations_are_refused(tmp_path: Path, variables: str, reason: str) -> None:
+    """The checks run on this machine, which is asked for more memory than there is."""
+    status, output = deploy(
+        tmp_path, hosts=f"gpu-1 {LOCAL}", variables=f"{ARGUMENTS}\n{variables}",
+        playbook=local_play(tmp_path, [{"host_checks": None}]),
+    )  # fmt: skip
+    assert status != 0
+    assert reason in output
+    assert "Nothing was touched" in output
+
+
 @pytest.mark.parametrize("deployed", [True, False])
 def test_the_summary_tells_the_threshold_only_of_a_deployment_of_this_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deployed: bool
