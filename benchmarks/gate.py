@@ -58,7 +58,9 @@ class Server:
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
         self.log = output / f"{name}.log"
-        command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port)]
+        # SGLang's own choice for its process group, a port that is free at that moment, can be another server's.
+        ports = ["--port", str(port), "--nccl-port", str(port + 500)]
+        command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", *ports]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*command, *arguments],

@@ -170,6 +170,32 @@ def test_a_killed_scheduler_is_reported_by_the_load_test_and_systemd_starts_the_
     assert target.rehearsal.fab("verify-worker").returncode == 0
 
 
+def test_one_killed_rank_of_two_ends_the_service_and_systemd_starts_both_again(target: Target) -> None:
+    former = target.state().deployment
+    two_ranks = target.server_arguments() | {"tp-size": 2}
+    done = target.deploy("--skip-tags", "load", service_server_arguments=two_ranks)
+    assert done.returncode == 0, done.stdout
+    before = target.state()
+    restarts = target.sh("systemctl show --property=NRestarts --value sglang")
+    assert "all 2 ranks run the patched EAGLEWorker" in target.rehearsal.fab("verify-worker").stdout
+    load = target.rehearsal.popen_fab("load", "--concurrency=10", "--requests=400", "--json")
+    eventually(lambda: '"running": 0' not in target.sh("cat /run/sglang/rank-1.json"))
+    target.sh("kill -KILL $(pgrep --full --uid sglang sglang::scheduler_TP1)")
+    verdict = target.rehearsal.fab("verify-worker")
+    assert verdict.returncode in (1, 3), verdict.stdout  # a rank is missing, or the service is starting again
+    output, _ = load.communicate(timeout=300)
+    assert load.returncode == 1
+    counts = json.loads(output)["hosts"][0]["requests"]
+    assert counts["sent"] == counts["answered"] + counts["failed"] + counts["lost"] + counts["unreached"] < 400
+    eventually(lambda: target.state().main_pid not in (0, before.main_pid))
+    eventually(target.is_healthy)
+    assert target.state().deployment == before.deployment
+    assert int(target.sh("systemctl show --property=NRestarts --value sglang")) == int(restarts) + 1
+    assert "all 2 ranks run the patched EAGLEWorker" in target.rehearsal.fab("verify-worker").stdout
+    done = target.rehearsal.run_playbook("playbooks/rollback.yml", "-e", f"rollback_to={former}")
+    assert done.returncode == 0, done.stdout
+
+
 def test_a_roll_back_by_hand_and_back(target: Target) -> None:
     first = target.state().deployment
     done = target.deploy("--skip-tags", "load", threshold=0)
