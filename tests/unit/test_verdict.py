@@ -220,6 +220,24 @@ def test_real_evidence_of_two_ranks() -> None:
     assert found.reason.startswith("all 2 ranks run the patched EAGLEWorker")
 
 
+@pytest.mark.parametrize(
+    ("host", "outcome", "words"),
+    [
+        ("h200-two-ranks", "proved", "all 2 ranks run the patched EAGLEWorker,"),
+        ("h200-four-ranks", "proved", "all 4 ranks run the patched EAGLEWorker,"),
+        ("h200-different-rank", "refuted", "eagle_worker_v2.py was changed after rank 1 had loaded it"),
+        ("h200-killed-rank", "refuted", "no server of SGLang's on port 30300"),
+    ],
+)
+def test_real_evidence_of_several_gpus_without_a_unit(host: str, outcome: str, words: str) -> None:
+    """What benchmarks/tensor_parallel.py kept: one of several servers that were started by hand, told by its port."""
+    found = judge(real_evidence(host))
+    assert found.verdict == outcome
+    assert words in found.reason
+    (service,) = (link for link in found.links if link.name == "service")
+    assert service.state == ("refuted" if host == "h200-killed-rank" else "not applicable")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_real_evidence_of_two_ranks_one_of_which_loaded_other_code(rank: int) -> None:
     evidence = real_evidence("rehearsal-1")

@@ -216,6 +216,7 @@ def test_ranks_that_are_alike_share_a_row(capsys: pytest.CaptureFixture[str]) ->
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.count("proved loaded") == len(healthy()["manifest"]["files"])
     assert "and 7 more" in shown
+    assert "ranks :" not in shown, "the ranks are named"
 
 
 def test_a_rank_that_differs_has_a_row_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
