@@ -59,7 +59,7 @@ lock: setup ## Compile requirements.lock and files/locks, keeping what still fit
 	$(COMPILE) pyproject.toml --group test --output-file requirements.lock
 	cd files/locks && for input in *-cpu.in; do \
 		$(COMPILE) $$input $(GPU_ONLY:%=--no-emit-package=%) --output-file $${input%.in}.txt || exit; done
-	cd files/locks && for input in *-cuda*.in; do $(COMPILE) $$input --output-file $${input%.in}.txt || exit; done
+	cd files/locks && for input in *-cuda*.in sglang-router-*.in; do $(COMPILE) $$input --output-file $${input%.in}.txt || exit; done
 
 clean: setup ## Delete the rehearsal hosts and .venv; the cache in ~/.cache/specgate stays
 	for hosts in .rehearsal/hosts .rehearsal/*/hosts; do [ ! -d "$$hosts" ] || \
