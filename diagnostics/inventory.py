@@ -145,6 +145,7 @@ def _load_plugins() -> None:
 
 
 def _select(loaded: Any, limit: str | None) -> list[Host]:
+    """The hosts of *limit*, but for those that are only routers: there is no server on them."""
     from ansible.errors import AnsibleError
 
     manager, variables_of = loaded
@@ -152,13 +153,18 @@ def _select(loaded: Any, limit: str | None) -> list[Host]:
     if not known:
         raise UsageError("the inventory names no host; add one (docs/diagnostics.md shows a minimal inventory)")
     try:
-        names = [host.name for host in manager.get_hosts(limit or "all")]
+        routers = _members(manager, "sglang_router") - _members(manager, "sglang_hosts")
+        names = [host.name for host in manager.get_hosts(limit or "all") if host.name not in routers]
     except AnsibleError as error:
         raise UsageError(f"--limit {limit!r} is not a host pattern: {error}") from error
     if not names:
         groups = sorted(name for name in manager.groups if name not in ("all", "ungrouped"))
         raise UsageError(f"--limit {limit!r} matches no host; known hosts: {', '.join(known)}; groups: {groups or '-'}")
     return [_host(name, variables_of(name)) for name in names]
+
+
+def _members(manager: Any, group: str) -> set[str]:
+    return {host.name for host in manager.groups[group].get_hosts()} if group in manager.groups else set()
 
 
 def _host(name: str, variables: Mapping[str, Any]) -> Host:

@@ -20,6 +20,8 @@ INTERNAL = {
     "acceptance_expect_transitions",
     "bandwidth_units",
     "cuda_units",
+    "router_worker",
+    "router_worker_key",
     "release_caches",
     "release_check_environment",
     "calibration_environment",

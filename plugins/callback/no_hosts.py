@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from ansible.playbook.play import Play
 from ansible.plugins.callback import CallbackBase
 from ansible.utils.display import Display
 
@@ -12,7 +13,8 @@ DOCUMENTATION = """
     type: notification
     short_description: A play without hosts is an error
     description:
-      - A deploy that reached no host deployed nothing. It must not look like a success.
+      - A deploy that reached no host deployed nothing. It must not look like a success. Only a router is not needed, so
+        the plays of C(sglang_router) may be without hosts.
 """
 
 
@@ -21,7 +23,12 @@ class CallbackModule(CallbackBase):  # type: ignore[misc]
     CALLBACK_TYPE = "notification"
     CALLBACK_NAME = "no_hosts"
 
+    def v2_playbook_on_play_start(self, play: Play) -> None:
+        self._optional = play.hosts == ["sglang_router"]
+
     def v2_playbook_on_no_hosts_matched(self) -> None:
+        if self._optional:
+            return
         Display().error(
             "The play matched no host, so nothing was done. The playbooks work on the inventory's group "
             "'sglang_hosts': put a host into it, or correct --inventory or --limit. "

@@ -177,7 +177,7 @@ def test_when_one_host_fails_its_batch_goes_back_and_the_roll_ends(tmp_path: Pat
     role = tmp_path / "roles/service/tasks"
     role.mkdir(parents=True)
     touch = "ansible.builtin.file: {path: '{{ playbook_dir }}/{{ inventory_hostname }}.%s', state: touch}\n"
-    (role / "compare.yml").write_text("[]")
+    (role / "compare.yml").write_text("- ansible.builtin.set_fact: {service_restart: true}")
     (role / "activate.yml").write_text(
         "- ansible.builtin.fail: {msg: no answer}\n  when: inventory_hostname == 'stuck'\n"
         "- ansible.builtin.set_fact: {service_switched: false}\n"

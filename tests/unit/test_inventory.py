@@ -30,6 +30,10 @@ sglang_hosts:
 others:
   hosts:
     idle:
+sglang_router:
+  hosts:
+    front:
+    near:
 """
 
 
@@ -96,7 +100,7 @@ def test_limit_takes_patterns_of_ansible(inventory: str, limit: str | None, name
 
 def test_a_limit_that_matches_nothing_names_the_known_hosts(inventory: str) -> None:
     with pytest.raises(
-        UsageError, match=r"'nowhere' matches no host; known hosts: far, idle, near; groups: .*sglang_hosts"
+        UsageError, match=r"'nowhere' matches no host; known hosts: far, front, idle, near; groups: .*sglang_hosts"
     ):
         load_hosts([inventory], "nowhere")
 
