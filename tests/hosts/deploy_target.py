@@ -45,12 +45,13 @@ class Target:
     """The host, as its user sees it."""
 
     rehearsal: Rehearsal
+    host: str = "rehearsal-1"
 
     def deploy(self, *arguments: str, **extra: Any) -> subprocess.CompletedProcess[str]:
         return self.rehearsal.run_playbook("deploy.yml", "-e", json.dumps({"threshold": 5} | extra), *arguments)
 
     def sh(self, command: str) -> str:
-        done = self.rehearsal.ssh(f"sudo sh -ec {shlex.quote(command)}")
+        done = self.rehearsal.ssh(f"sudo sh -ec {shlex.quote(command)}", host=self.host)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout.strip()
 
@@ -75,5 +76,5 @@ class Target:
 
     def is_healthy(self) -> bool:
         answer = self.rehearsal.ssh("curl --silent --max-time 20 --output /dev/null --write-out '%{http_code}' "
-                                    "http://127.0.0.1:30000/health")  # fmt: skip
+                                    "http://127.0.0.1:30000/health", host=self.host)  # fmt: skip
         return answer.stdout.strip() == "200"
