@@ -45,12 +45,29 @@ def deploy(
     return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 
-@pytest.mark.parametrize("given", ["abc", "-1", "5.5", "", "1e3"])
+@pytest.mark.parametrize("given", ["abc", "-1", "5.5", "", "1e3", "Auto"])
 def test_a_wrong_threshold_is_refused(tmp_path: Path, given: str) -> None:
     status, output = deploy(tmp_path, "-e", f"threshold={given}")
     assert status != 0
     assert f'threshold is "{given}". Allowed is a non-negative integer' in output
     assert "-e threshold=5" in output
+    assert "Nothing was touched" in output
+
+
+@pytest.mark.parametrize(
+    ("budget", "arguments", "reason"),
+    [
+        ("5 minutes", '{"speculative-algorithm": "EAGLE3"}', 'calibration_budget is "5 minutes". Allowed is a time'),
+        ("0s", '{"speculative-algorithm": "EAGLE3"}', 'calibration_budget is "0s". Allowed is a time'),
+        ("5m", "{}", "service_server_arguments has no speculative-algorithm: there is nothing to measure"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused(tmp_path: Path, budget: str, arguments: str, reason: str) -> None:
+    given = json.loads(arguments) | {"model-path": "/m", "max-running-requests": 8}
+    variables = {"threshold": "auto", "calibration_budget": budget, "service_server_arguments": given}
+    status, output = deploy(tmp_path, "-e", json.dumps(variables))
+    assert status != 0
+    assert reason in output
     assert "Nothing was touched" in output
 
 
@@ -238,6 +255,34 @@ def test_an_unfit_host_and_wrong_expectations_are_refused(tmp_path: Path, variab
     assert status != 0
     assert reason in output
     assert "Nothing was touched" in output
+
+
+def test_the_summary_tells_the_profile_and_the_number_it_stands_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANSIBLE_ROLES_PATH", str(ROOT / "roles"))
+    recommended = {"threshold": 8, "low_mark": 7, "kv_token_threshold": 4096}
+    profile = {"id": "0123456789ab", "path": "/p.json", "made": "2026-01-01", "acceptance_seen": 3.3}
+    facts = {
+        "release_root": str(tmp_path),
+        "service_name": "sglang",
+        "service_address": "127.0.0.1",
+        "service_port": 30000,
+        "service_deployment_id": "d1",
+        "release_id": "r1",
+        "calibration_profile": profile | {"recommended": recommended},
+        "calibration_refused": [{"path": "/q.json", "reason": "driver was 1 and is 2"}],
+        "calibration_why": "speculation pays below 8 requests",
+    }
+    task = {"ansible.builtin.include_tasks": "tasks/summary.yml"}
+    playbook = local_play(tmp_path, [task])
+    status, output = deploy(
+        tmp_path, "-e", json.dumps(facts), hosts=f"gpu-1 {LOCAL}", variables="threshold=auto", playbook=playbook
+    )
+    assert status == 0, output
+    assert "gpu-1 serves on 127.0.0.1:30000, gate decides by profile 0123456789ab" in output
+    assert "threshold 8 would be the number for an acceptance of 3.3, and 4096 KV tokens; speculation pays" in output
+    assert "not used /q.json: driver was 1 and is 2" in output
 
 
 @pytest.mark.parametrize("deployed", [True, False])
