@@ -336,6 +336,8 @@ def verify_worker(
     """
     if sum(given is not None for given in (save, evidence, log)) > 1:
         raise UsageError("allowed is one of --save, --evidence and --log: with the last two no host is asked")
+    if log is not None and without_speculation:
+        raise UsageError("--log and --without-speculation are both given; a log alone cannot prove: leave one out")
     seconds = number("timeout", timeout, minimum=1, unit="seconds")
     if log is not None:
         verdicts = verify.from_log(Path(log))

@@ -27,10 +27,14 @@ def write(runs: Mapping[str, Sequence[Run]], root: Path, output: Path | None = N
     facts = report(runs, datetime.now(UTC).isoformat(timespec="seconds"))
     newest = max(run.time for found in runs.values() for run in found)
     path = output or root / f"{newest.strftime(TIME_FORMAT)}.html"
+    if path.suffix == ".json":
+        raise UsageError(f"--output {str(path)!r} is where the JSON behind the page would be; name the page *.html")
+    texts = {path.with_suffix(".json"): json.dumps(facts, indent=2, ensure_ascii=False) + "\n", path: render(facts)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".json").write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        path.write_text(render(facts), encoding="utf-8", errors="replace")
+        for file, text in texts.items():
+            # What a server said may hold halves of characters, which no encoding can write.
+            file.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise UsageError(f"--output {str(path)!r} cannot be written: {error.strerror}; give a file's path") from error
     return path, facts

@@ -219,6 +219,12 @@ def test_nothing_that_was_said_becomes_markup(tmp_path: Path) -> None:
     assert [name for name, count in tags.ids.items() if count > 1] == []
 
 
+def test_half_a_character_stops_no_page(tmp_path: Path) -> None:
+    write(tmp_path, "gpu-1", TIME, deploy() | {"outcome": failed("half a character: \ud800")})
+    path, _ = page.write(read_runs(tmp_path), tmp_path)
+    assert "half a character: ?" in path.read_text(encoding="utf-8")
+
+
 def test_the_page_loads_nothing_from_anywhere(tmp_path: Path) -> None:
     html = page.render(facts_of(tmp_path, **ALL))
     assert "default-src 'none'" in html
@@ -261,6 +267,8 @@ def test_the_page_and_the_json_behind_it_are_written(tmp_path: Path) -> None:
     assert other.is_file()
     with pytest.raises(UsageError, match="cannot be written"):
         page.write(read_runs(tmp_path), tmp_path, tmp_path / "gpu-1")
+    with pytest.raises(UsageError, match="is where the JSON"):
+        page.write(read_runs(tmp_path), tmp_path, tmp_path / "page.json")
 
 
 def test_folders_without_documents_are_refused(tmp_path: Path) -> None:
