@@ -216,7 +216,7 @@ def nvidia() -> dict[str, Any]:
         "topology": output_of("nvidia-smi", "topo", "-m"),
         "nvidia_smi": shutil.which("nvidia-smi"),
         "uvm_disable_hmm": text_of("/sys/module/nvidia_uvm/parameters/uvm_disable_hmm"),
-        "units": dict(zip(UNITS, states)),  # noqa: B905 # 3.9 has no strict=, and systemctl prints one line a unit
+        "units": dict(zip(UNITS, states, strict=False)),
         "nvcc": output_of(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc", "--version"),
     }
 

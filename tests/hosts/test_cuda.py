@@ -31,10 +31,12 @@ apt-get update -qq
 apt-get install -qq --yes --no-install-recommends gpg gpg-agent >/dev/null
 mkdir -p FOLDER && cd FOLDER
 package() {  # name, version, further fields
-  mkdir -p work/DEBIAN work/lib/systemd/system
-  [ "$1" != nvidia-persistenced ] ||
+  mkdir -p work/DEBIAN
+  if [ "$1" = nvidia-persistenced ]; then  # the others without even a folder: dpkg drops packages of shared folders
+    mkdir -p work/lib/systemd/system
     printf '[Service]\nExecStart=sleep infinity\n[Install]\nWantedBy=multi-user.target\n' \
       >work/lib/systemd/system/$1.service
+  fi
   printf 'Package: %s\nVersion: %s\nArchitecture: amd64\nMaintainer: test <test@example.org>\nDescription: test\n%b' \
     "$1" "$2" "${3:-}" >work/DEBIAN/control
   dpkg-deb --build work "$1_$2.deb" >/dev/null

@@ -55,6 +55,16 @@ def by_name(hosts: list[Host]) -> dict[str, Host]:
     return {host.name: host for host in hosts}
 
 
+def test_a_hosts_variables_are_templated_when_they_are_asked_for(tmp_path: Path) -> None:
+    """A variable that cannot be used stops only who needs it."""
+    text = "all: {hosts: {a: {x: {y: ['{{ z }}', 2]}, z: deep, broken: '{{ nowhere }}'}}}"
+    (host,) = load_hosts([write(tmp_path, text)])
+    given = host.given(["x", "absent"])
+    assert json.loads(json.dumps(given)) == given == {"x": {"y": ["deep", 2]}}
+    with pytest.raises(UsageError, match="a: a variable of the inventory cannot be used"):
+        host.given(["x", "broken"])
+
+
 def test_variables_are_those_of_a_play(inventory: str, tmp_path: Path) -> None:
     hosts = by_name(load_hosts([inventory]))
     assert sorted(hosts) == ["far", "idle", "near"]
