@@ -169,6 +169,25 @@ def test_what_fab_reads_from_the_inventory_is_refused_on_the_command_line(
     assert "Set it in the inventory. Nothing was touched" in output
 
 
+@pytest.mark.parametrize("given", ["127.0.0.1", "localhost", None])
+def test_a_server_that_its_router_cannot_reach_is_refused(tmp_path: Path, given: str | None) -> None:
+    address = f"\nservice_address={given}" if given else ""
+    hosts = f"{HOST}\n[sglang_router]\nfront ansible_ssh_executable=/bin/false"
+    status, output = deploy(tmp_path, hosts=hosts, variables=f"threshold=5\n{ARGUMENTS}{address}")
+    assert status != 0
+    assert f"service_address is {given or '127.0.0.1'}, and the inventory has a router" in output
+    assert "Nothing was touched" in output
+    assert "Cannot become root" not in output
+
+
+@pytest.mark.parametrize("given", [(), ("-e", "purge=other")])
+def test_a_purge_that_does_not_name_the_service_is_refused(tmp_path: Path, given: tuple[str, ...]) -> None:
+    status, output = deploy(tmp_path, *given, playbook="playbooks/purge.yml")
+    assert status != 0
+    assert "the service that would be removed here is sglang. Name it to confirm: -e purge=sglang" in output
+    assert "UNREACHABLE" not in output
+
+
 @pytest.mark.parametrize(
     ("hosts", "arguments"), [("", ()), (HOST, ("--limit", "gpu-9")), (HOST, ("--limit", "localhost"))]
 )
