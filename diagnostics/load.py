@@ -171,6 +171,11 @@ class _Measurement:
         self, client: httpx.AsyncClient, traffic: Callable[..., Awaitable[Run]], allowed_loss: float
     ) -> None:
         """Measure the gate against itself held open and held closed, in turns, on the same running server."""
+        gate = (await server_info(client)).gate
+        if gate is not None and gate.mode == "off":
+            raise ServerError(
+                "the gate is off (threshold 0) and has no arms to compare: leave the throughput limit out"
+            )
         rates: dict[str, list[float]] = {arm: [] for arm in ARMS}
         async with gate_given_back(client):
             for turn in range(ARM_ROUNDS):

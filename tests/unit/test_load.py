@@ -294,6 +294,14 @@ def test_a_loss_while_an_arm_is_measured_gives_the_gate_back(tmp_path: Path) -> 
     assert server.gate["settings"]["forced"] is None
 
 
+def test_a_gate_that_is_off_has_no_arms_to_measure(tmp_path: Path) -> None:
+    server = ChatServer(server_info(mode="off", threshold=0))
+    document = run(tmp_path, server, limits=LoadLimits(throughput_loss=20.0))
+    assert document["reasons"] == [
+        "the gate is off (threshold 0) and has no arms to compare: leave the throughput limit out"
+    ]
+
+
 def test_without_a_gate_there_are_no_arms_to_measure(tmp_path: Path) -> None:
     document = run(tmp_path, ChatServer(server_info(gate=None)), limits=LoadLimits(throughput_loss=20.0))
     assert document["reasons"] == ["the server has no gate to hold: it runs without the patch"]
