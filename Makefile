@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 threshold ?= 5
+python ?= 3.11
+wheelhouse ?= wheelhouse
 
 COMPILE := $(CURDIR)/.venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--custom-compile-command "make lock"
@@ -13,7 +15,7 @@ GPU_ONLY := sglang-kernel flashinfer-cubin flashinfer-python sgl-deep-gemm cuda-
 	cuda-python cuda-core cuda-bindings cuda-pathfinder nvidia-cusolver nvidia-cuda-nvrtc nvidia-nvtx
 
 .DEFAULT_GOAL := help
-.PHONY: help deploy test setup lint unit browser model host-up host-down lock clean
+.PHONY: help deploy test setup lint unit browser model host-up host-down lock wheelhouse clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +62,19 @@ lock: setup ## Compile requirements.lock and files/locks, keeping what still fit
 	cd files/locks && for input in *-cpu.in; do \
 		$(COMPILE) $$input $(GPU_ONLY:%=--no-emit-package=%) --output-file $${input%.in}.txt || exit; done
 	cd files/locks && for input in *-cuda*.in sglang-router-*.in; do $(COMPILE) $$input --output-file $${input%.in}.txt || exit; done
+
+# A lock file is for all platforms: first its packages for one, without markers, then their wheels. glibc 2.35 is that of
+# Ubuntu 22.04; SGLang's wheels need 2.34.
+wheelhouse: setup ## Download a lock file's wheels for hosts without network (lock=NAME python=3.11 wheelhouse=FOLDER)
+	@[ -f "$(or $(wildcard files/locks/$(lock)),$(lock))" ] || { echo "give lock=NAME, one of files/locks" >&2; exit 1; }
+	mkdir -p $(wheelhouse)
+	.venv/bin/uv pip compile --quiet --no-deps --no-header --no-annotate --generate-hashes --python-version $(python) \
+		--python-platform x86_64-manylinux_2_35 --output-file $(wheelhouse)/lock.txt \
+		$(or $(wildcard files/locks/$(lock)),$(lock)) roles/release/files/uv.txt
+	.venv/bin/pip download --disable-pip-version-check --quiet --require-hashes --no-deps --only-binary :all: \
+		--implementation cp --python-version $(python) --platform linux_x86_64 --platform manylinux2014_x86_64 \
+		$$(seq --format "--platform manylinux_2_%g_x86_64" 5 35) \
+		--dest $(wheelhouse) --requirement $(wheelhouse)/lock.txt
 
 clean: setup ## Delete the rehearsal hosts and .venv; the cache in ~/.cache/specgate stays
 	for hosts in .rehearsal/hosts .rehearsal/*/hosts; do [ ! -d "$$hosts" ] || \

@@ -232,7 +232,7 @@ def tunnel(host: Host, address: str, port: int, timeout: float = 10.0) -> Iterat
             *_ssh(host, *(part for option in options for part in ("-o", option))),
             "-T",
             "-L",
-            f"{socket}:{address}:{port}",
+            f"{socket}:[{address}]:{port}",
             host.address,
             "cat >/dev/null",
         ]

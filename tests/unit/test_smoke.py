@@ -137,3 +137,13 @@ def test_a_server_that_asks_for_a_key_gets_it(tmp_path: Path, sent: str | None, 
     document = asyncio.run(scenario())
     assert document["ok"] is ok, document["reasons"]
     assert ok or document["reasons"] == ["GET /server_info: HTTP 401: Unauthorized"]
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+def test_the_last_request_samples_where_the_server_speculates(tmp_path: Path, speculative: bool) -> None:
+    server = ChatServer(server_info(speculative=speculative))
+    document = run(tmp_path, server)
+    assert document["ok"] is True, document["reasons"]
+    temperatures = [body["temperature"] for body in server.bodies if "messages" in body]
+    assert [temperature > 0 for temperature in temperatures] == ([False, True] if speculative else [False])
+    assert (document["sampled_s"] is not None) == speculative

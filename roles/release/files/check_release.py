@@ -12,6 +12,16 @@ import sysconfig
 from importlib import metadata
 
 SERVER_MODULES = ("sglang.launch_server", "sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler")
+# The kernels, where the lock file has them. The import of FlashInfer compares its version with that of its cubins.
+KERNEL_MODULES = {
+    "flashinfer-python": "flashinfer",
+    "flashinfer-cubin": "flashinfer_cubin",
+    "sglang-kernel": "sgl_kernel",
+}
+
+
+def installed(distribution: str) -> bool:
+    return any(metadata.distributions(name=distribution))
 
 
 def main(plugins: list[str]) -> None:
@@ -23,11 +33,12 @@ def main(plugins: list[str]) -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    for module in SERVER_MODULES:
+    kernels = [module for distribution, module in KERNEL_MODULES.items() if installed(distribution)]
+    for module in (*SERVER_MODULES, *kernels):
         importlib.import_module(module)
 
     site_packages = sysconfig.get_paths()["purelib"]
-    example = os.path.join(site_packages, "sglang", "__init__.py")
+    example = os.path.join(site_packages, "torch", "__init__.py")
     if os.stat(example).st_nlink < 2:
         sys.exit(f"{example} is a copy, not a hard link into the cache: cache and releases must lie in one file system")
     print(
@@ -41,4 +52,5 @@ def main(plugins: list[str]) -> None:
     )
 
 
-main(sys.argv[1:])
+if __name__ == "__main__":
+    main(sys.argv[1:])

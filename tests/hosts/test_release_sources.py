@@ -1,0 +1,209 @@
+"""Where a release comes from and when it goes: a fork of SGLang, wheels brought along without network, pruning.
+
+The tests share a host and run in this order: each finds what the last one left.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from deploy_target import ROOT, State, Target, plain, recap
+from rehearsal_commands import REPOSITORY, Rehearsal
+
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
+
+WORKER = "sglang/srt/speculative/eagle_worker.py"
+
+
+@pytest.fixture(scope="module")
+def target(rehearsal_host: Rehearsal) -> Target:
+    """The host, with a deployment of the released SGLang that serves."""
+    target = Target(rehearsal_host)
+    if not target.is_healthy() or "source" in target.deployed():
+        done = target.deploy("--skip-tags", "load")
+        assert done.returncode == 0, done.stdout
+    return target
+
+
+class Fork:
+    """A bare repository on this machine that is pushed to from a working copy of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.url, self.work = f"file://{folder}/fork.git", folder / "work"
+        subprocess.run(["git", "init", "--quiet", "--bare", "--initial-branch=main", folder / "fork.git"], check=True)
+        subprocess.run(["git", "clone", "--quiet", self.url, self.work], check=True, capture_output=True)
+
+    def git(self, *arguments: str) -> str:
+        command = ["git", "-c", "user.name=fork", "-c", "user.email=fork@example.org", "-C", self.work, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    def push(self, message: str) -> str:
+        """Commit everything to main; returns the commit."""
+        self.git("add", "--all")
+        self.git("commit", "--quiet", "--message", message)
+        self.git("push", "--quiet", "origin", "HEAD:main")
+        return self.git("rev-parse", "HEAD")
+
+
+@pytest.fixture(scope="module")
+def fork(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Fork:
+    """SGLang's released sources as a repository has them (without what its build makes), and one file more."""
+    fork = Fork(tmp_path_factory.mktemp("fork"))
+    (package,) = target.sh(f"ls -d {ROOT}/cache/archive-*/*/sglang").split()
+    pack = f"sudo tar -C {Path(package).parent} -c --exclude=*.so --exclude=_version.py --exclude=__pycache__ sglang"
+    packed = subprocess.run(["ssh", "-F", target.rehearsal.directory / "ssh_config", "rehearsal-1", pack],
+                            check=True, capture_output=True).stdout  # fmt: skip
+    (fork.work / "python").mkdir()
+    subprocess.run(["tar", "-C", fork.work / "python", "-x"], input=packed, check=True)
+    (fork.work / "python/pyproject.toml").write_text(
+        '[project]\nname = "sglang"\ndynamic = ["version"]\n'
+        'dependencies = ["torch==2.11.0", "transformers==5.6.0", "flashinfer_python==0.6.11.post1"]\n'
+    )
+    (fork.work / "python/sglang/srt/of_the_fork.py").write_text("HERE = True\n")
+    fork.push("the release, and one file")
+    return fork
+
+
+def source(fork: Fork, ref: str = "main") -> dict[str, dict[str, str]]:
+    return {"release_source": {"git": fork.url, "ref": ref}}
+
+
+def test_a_fork_is_deployed_by_its_commit_and_proved(target: Target, fork: Fork) -> None:
+    commit = fork.git("rev-parse", "HEAD")
+    kernels = "/var/cache/sglang/{}/triton/kernel"
+    kernel = kernels.format(Path(target.release()).name)
+    target.sh(f"mkdir -p $(dirname {kernel}); echo compiled >{kernel}; chown -R sglang: /var/cache/sglang/*")
+    done = target.deploy("--skip-tags", "load", **source(fork))
+    assert done.returncode == 0, done.stdout
+    assert "proof proved" in plain(done.stdout)
+    deployed = target.deployed()
+    release = json.loads(target.sh(f"cat {deployed['release_path']}/release.json"))
+    assert deployed["commit"] == commit
+    assert release["source"] == {"git": fork.url, "ref": "main", "commit": commit}
+    packages = release["site_packages"]
+    assert target.sh(f"cat {packages}/sglang/srt/of_the_fork.py") == "HERE = True"
+    # Never editable, and nothing of it reached the cache that other releases are made from.
+    assert target.sh(f"ls {packages} | grep -i editable || true") == ""
+    assert target.sh(f"ls {ROOT}/cache/archive-*/*/sglang/srt/of_the_fork.py 2>/dev/null || true") == ""
+    # Of the same packages: it began with the kernels that the released one had compiled.
+    assert target.sh(f"cat {kernels.format(deployed['release'])}") == "compiled"
+    again = target.deploy("--tags", "release,patch,service", **source(fork, ref=commit))
+    assert recap(again.stdout)["changed"] == 0, again.stdout
+
+
+def test_a_fork_that_changes_what_the_series_patches_is_refused(target: Target, fork: Fork, unharmed: State) -> None:
+    worker = fork.work / "python" / WORKER
+    worker.write_text(worker.read_text() + "# of the fork\n")
+    fork.push("another worker")
+    done = target.deploy(**source(fork))
+    assert done.returncode != 0
+    output = plain(done.stdout)
+    assert f"says SGLang 0.5.12.post1, but {WORKER} is " in output
+    assert "fork (release_source) that changes it, for which there is no patch series" in output
+
+
+def test_a_fork_that_needs_other_packages_is_refused(target: Target, fork: Fork, unharmed: State) -> None:
+    project = fork.work / "python/pyproject.toml"
+    project.write_text(project.read_text().replace("torch==2.11.0", "torch==2.12.0"))
+    fork.push("another torch")
+    done = target.deploy(**source(fork))
+    assert done.returncode != 0
+    assert "torch is 2.11.0, asked for is torch==2.12.0" in plain(done.stdout)
+
+
+def test_a_ref_that_is_not_there_is_refused(target: Target, fork: Fork, unharmed: State) -> None:
+    done = target.deploy(**source(fork, ref="nowhere"))
+    assert done.returncode != 0
+    assert f"nowhere of {fork.url} cannot be had: " in plain(done.stdout)
+
+
+def test_prune_keeps_what_is_active_was_active_or_runs(target: Target) -> None:
+    """Beside the two real releases (the fork's, which is active, and the released one) stand four made-up ones."""
+    active, former = target.release(), target.sh(f"dirname $(readlink -f {ROOT}/previous/deployment.json)")
+    for name, year in {"old": 2001, "running": 2002, "used-late": 2003}.items():
+        document = shlex.quote(json.dumps({"release": name}))
+        target.sh(
+            f"mkdir -p {ROOT}/releases/{name}/bin {ROOT}/deployments/of-{name} /var/cache/sglang/{name};"
+            f"cp /usr/bin/sleep {ROOT}/releases/{name}/bin/; touch {ROOT}/releases/{name}/release.json;"
+            f"echo {document} >{ROOT}/deployments/of-{name}/deployment.json;"
+            f"touch -d {year}-01-01 {ROOT}/releases/{name}/release.json {ROOT}/deployments/of-{name}/deployment.json"
+        )
+    target.sh(f"mkdir {ROOT}/releases/half-built")
+    target.sh(f"touch {ROOT}/deployments/of-used-late/deployment.json")
+    target.sh(f"systemd-run --unit=holder {ROOT}/releases/running/bin/sleep 1000")
+    done = target.deploy("--tags", "release,patch,service,prune", release_keep=1, **source_of(target))
+    assert done.returncode == 0, done.stdout
+    left = set(target.sh(f"ls {ROOT}/releases").split())
+    assert left == {Path(active).name, json.loads(target.sh(f"cat {former}/deployment.json"))["release"], "running",
+                    "used-late"}  # fmt: skip
+    assert "of-old" not in target.sh(f"ls {ROOT}/deployments").split()
+    assert "old" not in target.sh("ls /var/cache/sglang").split()
+    target.sh("systemctl stop holder")
+    done = target.deploy("--tags", "release,patch,service,prune", release_keep=1, **source_of(target))
+    assert "running" not in target.sh(f"ls {ROOT}/releases").split()
+    assert target.is_healthy()
+
+
+def source_of(target: Target) -> dict[str, dict[str, str]]:
+    """The fork that the active deployment is of, by its commit."""
+    source = json.loads(target.sh(f"cat {target.release()}/release.json"))["source"]
+    return {"release_source": {"git": source["git"], "ref": source["commit"]}}
+
+
+SMALL = ("setuptools", "packaging")
+
+
+@contextmanager
+def cut_off(target: Target) -> Iterator[None]:
+    """The host's packets but for SSH with this machine are dropped, on this machine, where the host cannot help it."""
+    address = target.sh("hostname --all-ip-addresses")
+    rules = f"ip saddr {address} tcp sport != 22 drop; ip saddr {address} meta l4proto udp drop;"
+    chains = "".join(
+        f"chain {hook} {{ type filter hook {hook} priority -10; {rules} }};" for hook in ("input", "forward")
+    )
+    subprocess.run(["nft", "--file", "-"], input=f"table inet specgate_test {{ {chains} }}", text=True, check=True)
+    try:
+        assert target.rehearsal.ssh("sudo apt-get update --error-on=any").returncode != 0
+        yield
+    finally:
+        subprocess.run(["nft", "delete", "table", "inet", "specgate_test"], check=True)
+
+
+def test_a_release_is_built_from_wheels_brought_along_without_network(target: Target, tmp_path: Path) -> None:
+    """The build of the role release itself, of a lock file that pins three small packages, with all outbound cut."""
+    lock = (REPOSITORY / "files/locks/sglang-0.5.12.post1-cpu.txt").read_text()
+    pins = [pin for pin in lock.replace("\n    --hash", " --hash").replace(" \\ --hash", " --hash").splitlines()
+            if pin.startswith(tuple(f"{name}==" for name in SMALL))]  # fmt: skip
+    (tmp_path / "small.txt").write_text("\n".join(pins) + "\n")
+    wheels = tmp_path / "wheels"
+    made = target.rehearsal.run(["make", "--old-file=setup", "wheelhouse", f"lock={tmp_path}/small.txt",
+                                 f"wheelhouse={wheels}"])  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    role = {
+        "name": "release",
+        "apply": {"become": True},
+    }
+    variables = {
+        "release_root": "/opt/offline",
+        "release_lock": "small.txt",
+        "_release_lock_path": str(tmp_path / "small.txt"),
+        "release_id": "offline",
+        "release_path": "/opt/offline/releases/offline",
+        "release_wheelhouse": str(wheels),
+        "release_disk_mb": 1,
+    }
+    play = [{"hosts": "all", "gather_facts": False,
+             "tasks": [{"ansible.builtin.include_role": role, "vars": variables}]}]  # fmt: skip
+    (tmp_path / "offline.yml").write_text(json.dumps(play))
+    with cut_off(target):
+        done = target.rehearsal.run_playbook(str(tmp_path / "offline.yml"))
+    assert done.returncode == 0, done.stdout
+    installed = target.sh("ls /opt/offline/releases/offline/lib/python3*/site-packages")
+    assert {"spec_gate", *SMALL} <= set(installed.split())
+    target.sh("rm -rf /opt/offline")
