@@ -65,17 +65,20 @@ def read_deployment(connection: fabric.Connection, host: Host, timeout: float = 
         ) from error
 
 
-def read_key(connection: fabric.Connection, host: Host, deployment: Deployment, timeout: float = 10.0) -> str | None:
-    """Read the key that the server asks for from the host, where root alone may; None when it asks for none.
+def read_keys(
+    connection: fabric.Connection, host: Host, deployment: Deployment, timeout: float = 10.0
+) -> dict[str, str]:
+    """Read the keys that the server asks for from the host, where root alone may; SGLang's name to key.
 
     Raises HostUnreachable, without what was read, when that is not allowed or not understood.
     """
-    if "api-key" not in deployment.keys:
-        return None
+    if not deployment.keys:
+        return {}
     answer = execute(connection, f"sudo -n cat {shlex.quote(host.keys_path)}", timeout)
     if not answer.ok:
-        raise HostUnreachable(f"the server's key cannot be read: {answer.stderr.strip()}")
+        raise HostUnreachable(f"the server's keys cannot be read: {answer.stderr.strip()}")
     try:
-        return str(json.loads(answer.stdout)["api-key"])
+        document = json.loads(answer.stdout)
+        return {name: str(document[name]) for name in deployment.keys}
     except (ValueError, KeyError, TypeError):
-        raise HostUnreachable(f"{host.keys_path} has no key of the server; deploy again") from None
+        raise HostUnreachable(f"{host.keys_path} does not have the server's keys; deploy again") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +21,27 @@ class ServerError(Exception):
 class Endpoint:
     """Where a server answers: behind the Unix *socket* (``connect.tunnel``), to those who send its *key* if it has one.
 
-    The key is in no representation of this object.
+    With an *admin_key* its ADMINISTRATIVE paths want that. The keys are in no representation of this object.
     """
 
     socket: str
     key: str | None = field(default=None, repr=False)
+    admin_key: str | None = field(default=None, repr=False)
+
+
+# Of the paths that are asked here, those that SGLang marks AuthLevel.ADMIN_OPTIONAL.
+ADMINISTRATIVE = ("/set_internal_state", "/abort_request")
+
+
+class _Keys(httpx.Auth):
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        administrative = request.url.path in ADMINISTRATIVE and self._endpoint.admin_key
+        if key := self._endpoint.admin_key if administrative else self._endpoint.key:
+            request.headers["Authorization"] = f"Bearer {key}"
+        yield request
 
 
 def api_client(endpoint: Endpoint, timeout: float) -> httpx.AsyncClient:
@@ -38,7 +54,7 @@ def api_client(endpoint: Endpoint, timeout: float) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         transport=transport,
         base_url="http://server",
-        headers={"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else None,
+        auth=_Keys(endpoint),
         timeout=httpx.Timeout(timeout, pool=None),
         trust_env=False,
     )

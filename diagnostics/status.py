@@ -10,7 +10,7 @@ from typing import Any
 import fabric
 
 from diagnostics.connect import HostUnreachable, connect, execute, tunnel
-from diagnostics.deployment import Deployment, read_deployment, read_key
+from diagnostics.deployment import Deployment, read_deployment, read_keys
 from diagnostics.inventory import Host
 from diagnostics.server import Endpoint, ServerError, api_client, running_requests
 
@@ -45,10 +45,12 @@ def status(host: Host, timeout: float) -> dict[str, Any]:
         if unit["ActiveState"] == "active":
             facts["gates"], unreadable = _gates(connection, deployment, timeout)
             reasons += unreadable
-            key = read_key(connection, host, deployment, timeout)
+            keys = read_keys(connection, host, deployment, timeout)
             with tunnel(host, deployment.address, deployment.port, timeout) as opened:
                 try:
-                    running, waiting = asyncio.run(_requests(Endpoint(opened.socket, key), timeout))
+                    running, waiting = asyncio.run(
+                        _requests(Endpoint(opened.socket, keys.get("api-key"), keys.get("admin-api-key")), timeout)
+                    )
                     facts["requests"] = {"running": running, "waiting": waiting}
                 except ServerError as error:
                     reasons.append(f"the server does not answer: {opened.failure() or error}")

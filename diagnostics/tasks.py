@@ -26,7 +26,7 @@ from diagnostics.arms import arms as make_arms
 from diagnostics.compare import Bench, Comparison
 from diagnostics.compare import compare as run_compare
 from diagnostics.connect import HostUnreachable, connect, tunnel
-from diagnostics.deployment import read_deployment, read_document, read_key
+from diagnostics.deployment import read_deployment, read_document, read_keys
 from diagnostics.doctor import doctor as host_doctor
 from diagnostics.fanout import Entry, Interruptible, on_each
 from diagnostics.inventory import Host, UsageError, load_hosts
@@ -103,9 +103,13 @@ def with_server(host: Host, work: Callable[[Endpoint], Entry]) -> Entry:
     """
     with connect(host, REACH_TIMEOUT_S) as connection:
         deployment = read_deployment(connection, host, REACH_TIMEOUT_S)
-        key = read_key(connection, host, deployment, REACH_TIMEOUT_S)
+        keys = read_keys(connection, host, deployment, REACH_TIMEOUT_S)
     with tunnel(host, deployment.address, deployment.port, REACH_TIMEOUT_S) as opened:
-        entry = {"deployment": deployment.id, "simulation": deployment.simulation, **work(Endpoint(opened.socket, key))}
+        entry = {
+            "deployment": deployment.id,
+            "simulation": deployment.simulation,
+            **work(Endpoint(opened.socket, keys.get("api-key"), keys.get("admin-api-key"))),
+        }
         if (reason := opened.failure()) is not None:
             entry |= {"ok": False, "reasons": [*entry["reasons"], reason]}
         return entry

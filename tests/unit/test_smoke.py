@@ -12,7 +12,7 @@ import pytest
 from chat_server import ChatServer, listening, prompt, server_info
 
 from diagnostics import smoke as smoke_module
-from diagnostics.server import ServerError, context_length, running_requests, tokenise
+from diagnostics.server import Endpoint, ServerError, api_client, context_length, running_requests, tokenise
 from diagnostics.smoke import smoke
 
 
@@ -147,3 +147,15 @@ def test_the_last_request_samples_where_the_server_speculates(tmp_path: Path, sp
     temperatures = [body["temperature"] for body in server.bodies if "messages" in body]
     assert [temperature > 0 for temperature in temperatures] == ([False, True] if speculative else [False])
     assert (document["sampled_s"] is not None) == speculative
+
+
+def test_administrative_requests_send_the_admin_key_where_there_is_one(tmp_path: Path) -> None:
+    def sent(path: str, admin_key: str | None) -> str | None:
+        endpoint = Endpoint("socket", "the-key", admin_key)
+        assert "the-" not in repr(endpoint)
+        request = httpx.Request("POST", f"http://server{path}")
+        return next(api_client(endpoint, 1.0).auth.sync_auth_flow(request)).headers.get("Authorization")
+
+    assert sent("/set_internal_state", "the-admin-key") == "Bearer the-admin-key"
+    assert sent("/set_internal_state", None) == "Bearer the-key"
+    assert sent("/server_info", "the-admin-key") == "Bearer the-key"
