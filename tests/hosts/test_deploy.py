@@ -69,6 +69,17 @@ def test_first_deploy_proves_and_tests_itself(target: Target) -> None:
     assert "disabled" not in target.sh("systemctl is-enabled sglang")
 
 
+def test_doctor_finds_the_deployed_host_fit_and_looks_at_what_is_deployed(target: Target) -> None:
+    done = target.rehearsal.fab("doctor", "--json")
+    assert done.returncode == 0, done.stdout
+    (entry,) = json.loads(done.stdout)["hosts"]
+    found = {each["name"]: each for each in entry["checks"]}
+    assert found["port"]["found"] == "30000 is the service's"
+    assert found["draft_algorithm"]["state"] == found["draft_width"]["state"] == "pass"
+    deployed = target.deployed()["server_arguments"]
+    assert entry["facts"]["deployed_arguments"]["model-path"] == deployed["model-path"]
+
+
 def test_second_deploy_changes_nothing(target: Target, unharmed: State) -> None:
     done = target.deploy("--skip-tags", "load")
     assert done.returncode == 0, done.stdout
