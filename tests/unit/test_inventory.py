@@ -25,6 +25,7 @@ sglang_hosts:
     far:
       ansible_ssh_common_args: "-F {{ hostvars['near'].ansible_host }}/ssh_config"
       release_root: "/srv/{{ service_name }}/"
+      service_port: "{{ 30000 + 1 }}"
   vars:
     service_name: "{{ lookup('ansible.builtin.env', 'SPECGATE_TEST_NAME') }}"
 others:
@@ -78,6 +79,7 @@ def test_variables_are_those_of_a_play(inventory: str, tmp_path: Path) -> None:
     assert (far.service_name, far.release_root, far.unit) == ("sgl", "/srv/sgl", "sgl.service")
     assert far.deployment_path == "/srv/sgl/current/deployment.json"
     assert (idle.service_name, idle.release_root) == ("sglang", "/opt/sglang")
+    assert (far.service_port, idle.service_port) == (30001, None)
 
 
 def test_variables_equal_what_ansible_shows_in_a_play(inventory: str) -> None:
@@ -127,6 +129,7 @@ def test_a_limit_does_not_stick(inventory: str) -> None:
         ("all: [broken\n", "names no host"),
         ("all:\n  hosts:\n    a:\n      release_root: '{{ nope }}/x'\n", "a: a variable .* cannot be used: .*nope"),
         ("all:\n  hosts:\n    a:\n      release_root: opt/sglang\n", "a: release_root is 'opt/sglang'; .* absolute"),
+        ("all:\n  hosts:\n    a:\n      service_port: http\n", "a: service_port is 'http'; .* number"),
         ("all:\n  hosts:\n    a:\n      ansible_connection: local\n", "a: ansible_connection is 'local'; .* SSH only"),
         ("all:\n  hosts:\n    a:\n      ansible_password: secret\n", "a: ansible_password is set; .* keys only"),
     ],
