@@ -114,6 +114,7 @@ class Bench:
                 "path": deployment["release_path"],
                 "sglang_version": deployment["sglang_version"],
                 "series": deployment["series"],
+                "commit": deployment.get("commit") or "",
             },
             "address": deployment["address"],
             "port": deployment["port"],
