@@ -176,7 +176,7 @@ def break_even(cells: Sequence[Mapping[str, Any]], acceptance: float | None) -> 
 
 def _levels_axis(axes: Axes, levels: Sequence[float]) -> None:
     """An axis that names the levels measured and no others."""
-    if levels[-1] > 8 * levels[0]:
+    if levels[-1] >= 8 * levels[0]:
         axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(levels))
     axes.xaxis.set_minor_locator(NullLocator())

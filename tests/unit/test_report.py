@@ -169,6 +169,14 @@ def test_a_figure_that_does_not_count_leaves_its_place_empty(tmp_path: Path) -> 
     assert re.findall(r">([^<>]+)(?:<br>|</td>)", row) == ["100", "-", "100"]
 
 
+def test_a_point_that_was_not_measured_leaves_its_place_empty(tmp_path: Path) -> None:
+    measured = profile()
+    del measured["cells"][0]  # batch 1, context 512
+    html = page.render(facts_of(tmp_path, profile=measured))
+    row = html[html.index("<th>batch 1</th>") :].partition("</tr>")[0]
+    assert re.findall(r">([^<>]+)</td>", row) == ["-", "1.125"]
+
+
 def test_of_several_hosts_the_worst_comes_first(tmp_path: Path) -> None:
     for name, changed in {"a": {}, "b": {"outcome": failed("no space left")}, "c": {"load": None}}.items():
         write(tmp_path, name, TIME, {k: v for k, v in (deploy() | changed).items() if v is not None})
