@@ -43,9 +43,10 @@ package() {  # name, version, further fields
   rm -r work
 }
 for version in 570.10.01 DRIVER 590.48.01; do
-  package nvidia-driver-cuda $version-1 "Depends: libcuda1\n"
+  package nvidia-driver-cuda $version-1 "Depends: libcuda1 (= $version-1), libnvidia-any\n"
   package nvidia-kernel-open-dkms $version-1
   package libcuda1 $version-1
+  package libnvidia-any $version-1
   package nvidia-persistenced $version-1
   package nvidia-fabricmanager $version-1
 done
@@ -171,7 +172,8 @@ def test_the_pinned_versions_are_installed_with_their_dependencies_and_held(host
         "nvidia-driver-cuda": driver,
         "nvidia-kernel-open-dkms": driver,
         "nvidia-persistenced": driver,
-        "libcuda1": driver,  # the repository has a newer one, which nobody named
+        "libcuda1": driver,
+        "libnvidia-any": driver,  # the repository has a newer one, with which the driver would do as well
         "cuda-toolkit-13-0": (f"{TOOLKIT}-1", True),
     }
     assert "must be rebooted: the loaded driver is none, installed is 580.126.20" in plain(done.stdout)
@@ -220,10 +222,8 @@ def test_once_the_driver_is_loaded_its_daemon_runs(host: CudaHost) -> None:
 
 def test_a_host_whose_driver_satisfies_the_pins_is_not_touched(host: CudaHost) -> None:
     """As on a machine that came with its driver: no repository, no package, no option, and none is added."""
-    host.sh(
-        f"apt-mark unhold '*nvidia*' libcuda1 cuda-toolkit-13-0 >/dev/null; rm -f {FILES}; "
-        "apt-get purge --yes '*nvidia*' libcuda1 cuda-toolkit-13-0 >/dev/null 2>&1; apt-get update -qq"
-    )
+    names = " ".join(host.installed())
+    host.sh(f"apt-mark unhold {names} >/dev/null; apt-get purge --yes {names} >/dev/null; rm -f {FILES}")
     load_driver(host)
     done = host.provision(cuda_toolkit_version="", cuda_disable_hmm=True)
     assert done.returncode == 0, done.stdout
