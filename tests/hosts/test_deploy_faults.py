@@ -188,7 +188,7 @@ def test_one_killed_rank_of_two_ends_the_service_and_systemd_starts_both_again(t
     counts = json.loads(output)["hosts"][0]["requests"]
     assert counts["sent"] == counts["answered"] + counts["failed"] + counts["lost"] + counts["unreached"] < 400
     eventually(lambda: target.state().main_pid not in (0, before.main_pid))
-    eventually(target.is_healthy)
+    eventually(target.is_healthy, seconds=300)
     assert target.state().deployment == before.deployment
     assert int(target.sh("systemctl show --property=NRestarts --value sglang")) == int(restarts) + 1
     assert "all 2 ranks run the patched EAGLEWorker" in target.rehearsal.fab("verify-worker").stdout
