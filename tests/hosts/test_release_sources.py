@@ -137,7 +137,7 @@ def test_prune_keeps_what_is_active_was_active_or_runs(target: Target) -> None:
     target.sh(f"mkdir {ROOT}/releases/half-built")
     target.sh(f"touch {ROOT}/deployments/of-used-late/deployment.json")
     target.sh(f"systemd-run --unit=holder {ROOT}/releases/running/bin/sleep 1000")
-    done = target.deploy("--tags", "release,patch,service,prune", release_keep=1, **source_of(target))
+    done = target.deploy("--tags", "release,patch,service,prune", keep_releases=1, **source_of(target))
     assert done.returncode == 0, done.stdout
     left = set(target.sh(f"ls {ROOT}/releases").split())
     assert left == {Path(active).name, json.loads(target.sh(f"cat {former}/deployment.json"))["release"], "running",
@@ -145,7 +145,7 @@ def test_prune_keeps_what_is_active_was_active_or_runs(target: Target) -> None:
     assert "of-old" not in target.sh(f"ls {ROOT}/deployments").split()
     assert "old" not in target.sh("ls /var/cache/sglang").split()
     target.sh("systemctl stop holder")
-    done = target.deploy("--tags", "release,patch,service,prune", release_keep=1, **source_of(target))
+    done = target.deploy("--tags", "release,patch,service,prune", keep_releases=1, **source_of(target))
     assert "running" not in target.sh(f"ls {ROOT}/releases").split()
     assert target.is_healthy()
 

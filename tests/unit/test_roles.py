@@ -13,7 +13,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 ROLES = sorted(path.name for path in (ROOT / "roles").iterdir() if path.is_dir())
 # The variables of the command line and of the playbooks, and the one that the roles release and service share.
-SHARED = {"threshold", "rollback_to", "release_root", "deploy_serial", "purge"}
+SHARED = {"threshold", "rollback_to", "release_root", "keep_releases", "deploy_serial", "purge"}
 
 
 def load(role: str, path: str) -> dict:
