@@ -201,12 +201,13 @@ class Sweep:
         limits: Limits,
         deadline: float,
     ) -> list[Cell]:
-        """Measure each (batch, context) of *grid*, the smallest first, until *deadline* (monotonic seconds) at most.
+        """Measure each (batch, context) of *grid* until *deadline* (monotonic seconds) at most, short contexts first.
 
         What time is left then goes to the cells whose pairs agree least. *prompts* gives, for a batch and a number of
         tokens, as many different prompts of that length.
         """
-        cells = {place: Cell(*place) for place in sorted(grid, key=lambda place: (math.prod(place), place))}
+        # All batches of the shortest context come first: beyond the largest batch measured the gate can only guess.
+        cells = {place: Cell(*place) for place in sorted(grid, key=lambda place: (place[1], place[0]))}
 
         async def measure(place: tuple[int, int], pairs: int) -> None:
             inputs = prompts(place[0], max(1, place[1] - limits.generated // 4))
