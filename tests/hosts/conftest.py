@@ -1,10 +1,16 @@
 """A rehearsal host for the tests: apart from the user's own, and gone when they end, however they end."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from deploy_target import State, Target
 from rehearsal_commands import REPOSITORY, Rehearsal, booted
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the modules that share the host, test_deploy.py comes first: it needs the host as it was booted."""
+    items.sort(key=lambda item: item.path.parent == Path(__file__).parent and item.path.name != "test_deploy.py")
 
 
 # In the checkout rather than in a folder for temporary files, which may be too small for a host with SGLang.
