@@ -7,6 +7,17 @@ import pytest
 from deploy_target import State, Target
 from rehearsal_commands import REPOSITORY, Rehearsal, booted
 
+# Written, but not one of them has passed as a whole yet: `pytest tests/hosts/<name>` runs one. Those that pass go from
+# here, and with them the sentence "not run yet" from the page about what they show.
+collect_ignore = [
+    "test_calibration.py",
+    "test_cuda.py",
+    "test_deployed_arms.py",
+    "test_release_sources.py",
+    "test_rolling.py",
+    "test_stage_faults.py",
+]
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of the modules that share the host, test_deploy.py comes first: it needs the host as it was booted."""
