@@ -167,7 +167,7 @@ def test_arrives_as(arrival: str) -> None:
     assert is_whole(start_of(ARRIVALS[arrival](START_UP)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(arrival=st.sampled_from(sorted(ARRIVALS)), sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=20))
 def test_facts_do_not_depend_on_how_the_stream_is_cut(arrival: str, sizes: list[int]) -> None:
     data = ARRIVALS[arrival](START_UP)
@@ -186,7 +186,7 @@ def test_facts_do_not_depend_on_how_the_stream_is_cut(arrival: str, sizes: list[
     assert logs.parse(Cut()) == parse_bytes(data)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_never_raises_and_never_invents(data: st.DataObject) -> None:
     pieces = st.one_of(
@@ -208,7 +208,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(field=st.sampled_from(sorted(IDENTITY)), value=JSON)
 @example(field="tp_rank", value=[1])
 @example(field="pid", value={})

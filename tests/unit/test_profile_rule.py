@@ -101,7 +101,7 @@ def test_however_the_load_changes_probes_are_short_and_far_between(break_evens, 
             probe_steps += 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.floats(1.1, 3.5), st.integers(1, 8), lags)
 def test_while_speculation_does_not_pay_probes_cost_their_share_and_at_last_a_quarter_of_it(break_even, running, lag):
     server = Server(break_even, lag=lag)
@@ -123,7 +123,7 @@ def test_equal_inputs_give_equal_decisions(break_evens, phases, lag):
 factors = st.floats(1 - MARGIN + 0.001, 0.999) | st.floats(1.001, 1 + MARGIN - 0.001)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.floats(1.1, 3.8), st.integers(1, 8), lags, factors)
 def test_no_thrash_at_the_break_even(break_even, running, lag, factor):
     server = Server(break_even, lag=lag)
@@ -139,7 +139,7 @@ def test_no_thrash_at_the_break_even(break_even, running, lag, factor):
         assert server.policy.transitions - transitions <= 2 * 2000 * PROBE_SHARE / (2 * TRANSITION_STEPS)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.floats(1.3, 3), st.integers(1, 8), lags)
 def test_it_closes_when_acceptance_falls_and_opens_when_it_rises(break_even, running, lag):
     server = Server(break_even, lag=lag)

@@ -88,7 +88,7 @@ JSON = st.recursive(
 PLACES = [path for path in paths(healthy(2)) if path and path != ("host",)]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(path=st.sampled_from(PLACES), value=JSON)
 @example(path=("unit",), value=[1])
 @example(path=("rank_files", 1, "file"), value=None)
