@@ -7,7 +7,6 @@ import contextlib
 import math
 import signal
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
@@ -78,6 +77,8 @@ def on_each(
     Ctrl-C.
     """
     entries: dict[str, Entry] = {}
+    running = {host.name for host in hosts}
+    one_ended = threading.Condition()
 
     def one(host: Host) -> None:
         try:
@@ -87,15 +88,18 @@ def on_each(
         except Exception as error:  # a bug, or an answer that nobody thought of: the other hosts' results still count
             reason = f"unexpected {type(error).__name__}: {error}"
             entries[host.name] = {"host": host.name, "ok": False, "reasons": [reason]}
+        finally:
+            with one_ended:
+                running.discard(host.name)
+                one_ended.notify()
 
-    threads = [threading.Thread(target=one, args=(host,), daemon=True) for host in hosts]
-    for thread in threads:
-        thread.start()
+    for host in hosts:
+        threading.Thread(target=one, args=(host,), daemon=True).start()
 
+    # Not Thread.join(): in Python 3.11 one that Ctrl-C interrupts takes the thread for ended from then on.
     def join(seconds: float) -> None:
-        deadline = time.monotonic() + min(seconds, threading.TIMEOUT_MAX)
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        with one_ended:
+            one_ended.wait_for(lambda: not running, min(seconds, threading.TIMEOUT_MAX))
 
     if interruptible is None:
         join(timeout)

@@ -149,7 +149,7 @@ def test_a_server_that_dies_at_start_is_rolled_back_and_the_old_one_serves_meanw
 
 def test_a_killed_scheduler_is_reported_by_the_load_test_and_systemd_starts_the_service_again(target: Target) -> None:
     before = target.state()
-    load = target.rehearsal.popen_fab("load", "--concurrency=10", "--requests=400", "--json")
+    load = target.rehearsal.popen_fab("load", "--concurrency=10", "--requests=400", "--warm-up=0", "--json")
     eventually(lambda: '"running": 0' not in target.sh("cat /run/sglang/rank-0.json"))
     target.sh("kill -KILL $(pgrep --full --uid sglang sglang::scheduler)")
     output, _ = load.communicate(timeout=300)
@@ -178,7 +178,7 @@ def test_one_killed_rank_of_two_ends_the_service_and_systemd_starts_both_again(t
     before = target.state()
     restarts = target.sh("systemctl show --property=NRestarts --value sglang")
     assert "all 2 ranks run the patched EAGLEWorker" in target.rehearsal.fab("verify-worker").stdout
-    load = target.rehearsal.popen_fab("load", "--concurrency=10", "--requests=400", "--json")
+    load = target.rehearsal.popen_fab("load", "--concurrency=10", "--requests=400", "--warm-up=0", "--json")
     eventually(lambda: '"running": 0' not in target.sh("cat /run/sglang/rank-1.json"))
     target.sh("kill -KILL $(pgrep --full --uid sglang sglang::scheduler_TP1)")
     verdict = target.rehearsal.fab("verify-worker")
