@@ -65,7 +65,7 @@ for file in *.deb; do
 done >Packages
 { echo "Date: $(date -uR)"; echo SHA256:
   echo " $(sha256sum Packages | cut -d' ' -f1) $(stat --format=%s Packages) Packages"; } >Release
-export GNUPGHOME=/root/test-key && mkdir -p -m 700 $GNUPGHOME
+export GNUPGHOME=/var/lib/test-key && mkdir -p -m 700 $GNUPGHOME
 gpg --batch --quiet --passphrase '' --quick-generate-key test ed25519 sign never 2>/dev/null
 gpg --batch --quiet --clearsign --output InRelease Release
 gpg --batch --quiet --export >cuda-archive-keyring.gpg

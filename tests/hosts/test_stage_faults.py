@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from deploy_target import ROOT, Target, eventually, plain
-from rehearsal_commands import BIN, REPOSITORY, Rehearsal
+from rehearsal_commands import BIN, REPOSITORY
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(1200)]
 
@@ -39,16 +39,6 @@ FAULTS = ("kill", "power-off", "full-disk", "network-cut")
 IN_CI = {("patch", "kill"), ("switch", "power-off"), ("service", "full-disk"), ("acceptance", "network-cut")}
 CELLS = sorted(itertools.product(STAGES, FAULTS) if os.environ.get("STAGE_FAULTS") == "all" else IN_CI)
 NUMBERS = itertools.count(2)
-
-
-@pytest.fixture(scope="module")
-def target(rehearsal_host: Rehearsal) -> Target:
-    """The host, with a deployment that serves."""
-    target = Target(rehearsal_host)
-    if not target.is_healthy():
-        done = target.deploy("--skip-tags", "load")
-        assert done.returncode == 0, done.stdout
-    return target
 
 
 def variables(stage: str, target: Target) -> dict[str, Any]:
