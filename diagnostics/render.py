@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from rich import progress as rich_progress
 from rich.console import Console
@@ -75,27 +75,16 @@ def smoke(entries: Sequence[Entry]) -> None:
         )
 
 
-class Progress:
-    """Bars on standard error while requests are on their way; nothing where that is no terminal."""
+class _Bars:
+    """Bars on standard error while something is on its way; nothing where that is no terminal."""
 
-    def __init__(self, hosts: Sequence[Host], plan: Plan) -> None:
-        columns = (
-            rich_progress.TextColumn("{task.description}", markup=False),
-            rich_progress.BarColumn(),
-            rich_progress.TextColumn(
-                "{task.completed} of {task.total} requests" if plan.requests else "{task.completed} requests"
-            ),
-            rich_progress.TimeElapsedColumn(),
+    def __init__(self, *columns: rich_progress.ProgressColumn, **options: Any) -> None:
+        self._console = Console(stderr=True)
+        self._bars = rich_progress.Progress(
+            *columns, console=self._console, disable=not self._console.is_terminal, **options
         )
-        console = Console(stderr=True)
-        self._bars = rich_progress.Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
-        self._tasks = {host.name: self._bars.add_task(host.name, total=plan.requests) for host in hosts}
 
-    def counter(self, host: Host) -> Callable[[Result], None]:
-        """Return a function that counts one result of *host*."""
-        return lambda result: self._bars.advance(self._tasks[host.name])
-
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         self._bars.start()
         return self
 
@@ -103,6 +92,26 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bars.stop()
+
+
+class Progress(_Bars):
+    """A bar for each host over the requests of a load."""
+
+    def __init__(self, hosts: Sequence[Host], plan: Plan) -> None:
+        super().__init__(
+            rich_progress.TextColumn("{task.description}", markup=False),
+            rich_progress.BarColumn(),
+            rich_progress.TextColumn(
+                "{task.completed} of {task.total} requests" if plan.requests else "{task.completed} requests"
+            ),
+            rich_progress.TimeElapsedColumn(),
+            transient=True,
+        )
+        self._tasks = {host.name: self._bars.add_task(host.name, total=plan.requests) for host in hosts}
+
+    def counter(self, host: Host) -> Callable[[Result], None]:
+        """Return a function that counts one result of *host*."""
+        return lambda result: self._bars.advance(self._tasks[host.name])
 
 
 def load(entries: Sequence[Entry]) -> None:
@@ -270,12 +279,12 @@ def report(facts: Mapping[str, Any], path: Path) -> None:
     console.print(Text(f"The page: {path}"), soft_wrap=True)
 
 
-class Steps:
-    """One bar on standard error over the starts and levels of a comparison, with an estimate of what is left."""
+class Steps(_Bars):
+    """One bar over the starts and levels of a comparison, with an estimate of what is left."""
 
     def __init__(self, comparison: Comparison, deployment: Mapping[str, Any]) -> None:
         starts = comparison.rounds * len(comparison.arms)
-        columns = (
+        super().__init__(
             rich_progress.TextColumn("{task.description}", markup=False),
             rich_progress.BarColumn(),
             rich_progress.MofNCompleteColumn(),
@@ -284,16 +293,13 @@ class Steps:
             # Starts and levels take turns, so that the mean of all steps tells what is left.
             rich_progress.TimeRemainingColumn(elapsed_when_finished=False),
             rich_progress.TextColumn("left"),
-        )
-        console = Console(stderr=True)
-        self._bars = rich_progress.Progress(
-            *columns, console=console, disable=not console.is_terminal, speed_estimate_period=86400.0
+            speed_estimate_period=86400.0,
         )
         # Each start, its levels, and the start of the former deployment at the end.
         self._task = self._bars.add_task("", total=starts * (1 + len(comparison.levels)) + 1)
         self._begun = False
-        if console.is_terminal:
-            console.print(
+        if self._console.is_terminal:
+            self._console.print(
                 f"{starts} starts of the server in {comparison.rounds} rounds; deployment {deployment['id']} serves "
                 "again at the end. Should this program be killed: ansible-playbook playbooks/rollback.yml "
                 f"-e rollback_to={deployment['id']}"
@@ -303,15 +309,6 @@ class Steps:
         """Say what is done next; what was done before is over."""
         self._bars.update(self._task, description=text, advance=1 if self._begun else 0)
         self._begun = True
-
-    def __enter__(self) -> Steps:
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bars.stop()
 
 
 def compare(entries: Sequence[Entry]) -> None:
@@ -354,33 +351,23 @@ def _comparison(console: Console, entry: Entry) -> None:
     )
 
 
-class CalibrationProgress:
-    """A bar and the last measured cell of each host on standard error; nothing where that is no terminal."""
+class CalibrationProgress(_Bars):
+    """A bar and the last measured cell of each host."""
 
     def __init__(self, hosts: Sequence[Host]) -> None:
-        columns = (
+        super().__init__(
             rich_progress.TextColumn("{task.description}", markup=False),
             rich_progress.BarColumn(),
             rich_progress.TextColumn("{task.completed} of {task.total} cells"),
             rich_progress.TimeElapsedColumn(),
             rich_progress.TextColumn("{task.fields[last]}", markup=False),
+            transient=True,
         )
-        console = Console(stderr=True)
-        self._bars = rich_progress.Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
         self._tasks = {host.name: self._bars.add_task(host.name, total=None, last="acceptance") for host in hosts}
 
     def of(self, host: Host) -> Callable[[int, int, str], None]:
         """Return a function that takes the number of cells measured, that of all, and a line about the last one."""
         return lambda done, of, last: self._bars.update(self._tasks[host.name], completed=done, total=of, last=last)
-
-    def __enter__(self) -> CalibrationProgress:
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bars.stop()
 
 
 def calibration(entries: Sequence[Entry]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import io
 import json as json_format
 import sys
@@ -49,19 +50,31 @@ SUCCESS, FAILURE, USAGE, UNKNOWN = 0, 1, 2, 3
 PROOF_TIMEOUT_S = 60.0
 REACH_TIMEOUT_S = 15.0  # for each step of reaching a host: login, one command, the tunnel
 
-COMMON_HELP = {
+# What an option means wherever a task has it and says nothing else of it.
+OPTIONS = {
     "limit": "only these hosts (a pattern of Ansible's: names, groups, wildcards, '!' to leave out)",
     "inventory": "inventory file or folder, may be repeated (default: what ansible.cfg names)",
     "json": "print one JSON document and nothing else",
+    "prompts": "prompts of your own, one JSON object a line (docs/diagnostics.md)",
+    "seed": "order of the prompts",
+    "timeout": "seconds that each request may take",
 }
 
 Task = TypeVar("Task", bound=Callable[..., None])
 
 
 def diagnostic_task(schema: str, **help_texts: str) -> Callable[[Task], Task]:
-    """Make a Fabric task whose wrong use is told in one sentence (with ``--json``: in a document) and exits with 2."""
+    """Make a Fabric task whose wrong use is told in one sentence (with ``--json``: in a document) and exits with 2.
+
+    Its help names the default of each option that has one.
+    """
 
     def decorate(function: Task) -> Task:
+        told = {}
+        for name, parameter in inspect.signature(function).parameters.items():
+            if (text := help_texts.get(name, OPTIONS.get(name))) is not None:
+                told[name] = f"{text} (default {parameter.default})" if isinstance(parameter.default, str) else text
+
         @functools.wraps(function)
         def guarded(context: fabric.Connection, **options: Any) -> None:
             if isinstance(sys.stdout, io.TextIOWrapper):  # a log or an answer may hold what no encoding can print
@@ -73,7 +86,7 @@ def diagnostic_task(schema: str, **help_texts: str) -> Callable[[Task], Task]:
                     print_json({"schema": schema, "ok": False, "error": str(error), "hosts": []})
                 raise Exit(f"usage: {error}", USAGE) from error
 
-        made: Task = fabric.task(help=COMMON_HELP | help_texts, iterable=["inventory"], auto_shortflags=False)(guarded)
+        made: Task = fabric.task(help=told, iterable=["inventory"], auto_shortflags=False)(guarded)
         return made
 
     return decorate
@@ -117,9 +130,7 @@ def with_server(host: Host, work: Callable[[Endpoint], Entry]) -> Entry:
 
 @diagnostic_task(
     "specgate.smoke/1",
-    accept_length_floor="accept length that must be exceeded where the server speculates "
-    f"(default {DEFAULT_ACCEPT_LENGTH_FLOOR:g})",
-    timeout="seconds that each request may take (default 60)",
+    accept_length_floor="accept length that must be exceeded where the server speculates",
 )
 def smoke(
     context: fabric.Connection,
@@ -148,11 +159,9 @@ def smoke(
     requests="how many requests to send (default: five times the concurrency, or thirty seconds of the rate)",
     duration="send for so many seconds instead",
     warm_up="requests sent before, not measured (default: the concurrency; with --rate 4)",
-    seed="order of the prompts, and the arrivals of --rate (default 0)",
-    prompts="prompts of your own, one JSON object a line (docs/diagnostics.md)",
-    timeout="seconds that each request may take (default 120)",
+    seed="order of the prompts, and the arrivals of --rate",
     expect_transitions="fail unless the gate closed during the load and opened again",
-    max_errors="fail when more requests than this get no answer (default 0)",
+    max_errors="fail when more requests than this get no answer",
     ttft_p95_limit="fail when the 95th percentile of the time to the first token exceeds so many seconds",
     throughput_loss_limit="also measure the gate held open and held closed; fail when the gate's own throughput is "
     "below the better one by more than so many per cent",
@@ -213,7 +222,7 @@ def load(
 
 @diagnostic_task(
     calibration.SCHEMA,
-    budget="how long it may measure, such as 90s, 5m (the default) or 1h",
+    budget="how long it may measure, such as 90s or 1h",
     batches="numbers of requests to measure, comma-separated (default: powers of two up to what the server runs)",
     contexts="tokens of each request to measure, comma-separated (default: 512 and its multiples by four)",
     prompts="the prompts whose acceptance counts, one JSON object a line (docs/diagnostics.md)",
@@ -264,7 +273,7 @@ def calibrate(
     finish(calibration.SCHEMA, entries, json, render.calibration)
 
 
-@diagnostic_task("specgate.status/1", timeout="seconds that each step may take on a host (default 10)")
+@diagnostic_task("specgate.status/1", timeout="seconds that each step may take on a host")
 def status(
     context: fabric.Connection,
     *,
@@ -281,10 +290,10 @@ def status(
 
 @diagnostic_task(
     "specgate.logs/1",
-    lines="how many of the last lines (default 50)",
+    lines="how many of the last lines",
     grep="only lines that match this regular expression",
     follow="go on with new lines until Ctrl-C",
-    timeout="seconds that reading may take (default 30)",
+    timeout="seconds that reading may take",
 )
 def logs(
     context: fabric.Connection,
@@ -319,7 +328,7 @@ def logs(
     save="folder to write the evidence to, one file per host",
     evidence="judge the evidence in this folder (written by --save) and no host",
     log="judge this log alone (plain, gzip or zstd): it can refute, but never prove",
-    timeout="seconds that a host may take (default 60)",
+    timeout="seconds that a host may take",
     without_speculation="prove that the release serves without speculation, as some arms of fab compare do",
 )
 def verify_worker(
@@ -357,7 +366,7 @@ def verify_worker(
     raise Exit(code=verify.exit_status(verdicts))
 
 
-@diagnostic_task(host_doctor.SCHEMA, timeout="seconds that a host may take (default 60)")
+@diagnostic_task(host_doctor.SCHEMA, timeout="seconds that a host may take")
 def doctor(
     context: fabric.Connection,
     *,
@@ -384,14 +393,11 @@ def doctor(
 
 @diagnostic_task(
     "specgate.comparison/1",
-    arms=f"what to compare, the first against each other (default {','.join(NAMES)})",
-    concurrency="requests in flight, one or more levels (default 1,4,10)",
-    rounds=f"how often each arm is started and measured (default {LEAST_ROUNDS}; fewer call no difference)",
+    arms="what to compare, the first against each other",
+    concurrency="requests in flight, one or more levels",
+    rounds=f"how often each arm is started and measured; fewer than {LEAST_ROUNDS} call no difference",
     requests="requests at each level (default: five times the concurrency)",
     duration="send for so many seconds at each level instead",
-    seed="order of the prompts (default 0)",
-    prompts="prompts of your own, one JSON object a line (docs/diagnostics.md)",
-    timeout="seconds that each request may take (default 120)",
 )
 def compare(
     context: fabric.Connection,
