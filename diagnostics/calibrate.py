@@ -243,6 +243,7 @@ async def calibrate_server(
             cells=[profile_cell(cell) for cell in kept],
             acceptance_seen=seen["all"],
             recommended=found.settings(),
+            why=found.why,
         )
     except NoRecommendation as error:
         reasons.append(f"no recommendation: {error}")

@@ -2,7 +2,7 @@
 
 Starting an arm is what a deploy does with a deployment (``playbooks/activate.yml``), the proof is ``verify-worker``'s,
 and the measurement ``fab load``'s. Whatever happens, the deployment that served before is active again at the end, and
-is proved to be.
+is proved to be; what was written for the arms is then removed.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class Bench:
         with_server: Callable[[Callable[[Endpoint], Entry]], Entry],
     ) -> None:
         self._host, self._inventories, self._prove, self._with_server = host, inventories, prove, with_server
+        self._written: list[str] = []
 
     def write(self, arms: Sequence[Arm], deployment: Mapping[str, Any]) -> dict[str, str]:
         """Write the arms' deployments on the host; returns their ids by name. What serves is not touched.
@@ -124,7 +125,9 @@ class Bench:
             given, found = Path(folder, "arms.json"), Path(folder, "ids.json")
             given.write_text(json.dumps(wanted), encoding="utf-8")
             self._play("arms.yml", arms_file=str(given), arms_ids=str(found))
-            ids: dict[str, str] = json.loads(found.read_text(encoding="utf-8"))
+            written = json.loads(found.read_text(encoding="utf-8"))
+        ids: dict[str, str] = written["ids"]
+        self._written = written["new"]
         if ids[GATED] != deployment["id"]:
             raise ArmFailed(
                 f"{deployment['id']} serves, but the inventory gives {ids[GATED]} by now: its environment or another "
@@ -132,6 +135,11 @@ class Bench:
                 "their speculation alone"
             )
         return ids
+
+    def remove(self) -> None:
+        """Remove the deployments that ``write`` made, except those that were there before; raises ArmFailed."""
+        if self._written:
+            self._play("remove_arms.yml", arms_written=self._written)
 
     def activate(self, deployment_id: str) -> None:
         """Make *deployment_id* serve and wait until it is ready; raises ArmFailed."""
@@ -148,7 +156,7 @@ class Bench:
         except HostUnreachable as error:
             raise ArmFailed(str(error)) from error
 
-    def _play(self, playbook: str, **variables: str) -> None:
+    def _play(self, playbook: str, **variables: str | list[str]) -> None:
         """Run a playbook for this host; raises ArmFailed with what it said.
 
         In a session of its own, so that Ctrl-C reaches this process alone, which then ends it and goes back.
@@ -219,6 +227,11 @@ def compare(
     with _undisturbed():
         on_step(f"back to the former deployment {deployment['id']}")
         facts["restored"], problem = _restored(bench, deployment)
+        if problem is None:
+            try:
+                bench.remove()
+            except ArmFailed as error:
+                problem = f"the deployments of the arms are still there: {error}"
     reasons += [*facts["invalid"], *([problem] if problem else [])]
     valid = [found for found in facts["measurements"] if found["valid"]]
     return facts | {

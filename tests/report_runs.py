@@ -148,6 +148,7 @@ def profile() -> Documents:
         ],
         "acceptance_seen": 2.9,
         "recommended": {"threshold": 9, "low_mark": 7, "kv_token_threshold": None},
+        "why": "speculation pays below 9 requests",
     }
 
 

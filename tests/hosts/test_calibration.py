@@ -1,6 +1,7 @@
 """threshold=auto on a rehearsal host whose engine has the costs of a GPU: faults first, then the whole way, then again.
 
-The tests share a host and run in this order: each finds what the last one left.
+The tests share the host with test_deploy.py and leave its deployment as they found it. They run in this order: each
+finds what the last one left.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ import json
 import re
 import signal
 import subprocess
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from deploy_target import ROOT, Target, eventually, plain, recap
-from rehearsal_commands import BIN, REPOSITORY, Rehearsal
+from rehearsal_commands import BIN, REPOSITORY
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
 
@@ -26,15 +28,21 @@ ENVIRONMENT = {
 
 
 @pytest.fixture(scope="module")
-def target(rehearsal_host: Rehearsal) -> Target:
-    target = Target(rehearsal_host)
-    done = target.deploy("--skip-tags", "load", threshold=5, service_environment=ENVIRONMENT)
+def target(target: Target) -> Iterator[Target]:
+    former = target.state().deployment
+    yield target
+    done = target.rehearsal.run_playbook("playbooks/rollback.yml", "-e", f"rollback_to={former}")
     assert done.returncode == 0, done.stdout
-    return target
+    target.sh(f"rm -r {ROOT}/profiles")
 
 
-def auto(target: Target, *arguments: str) -> list[str]:
-    variables = {"threshold": "auto", "calibration_budget": "60s", "service_environment": ENVIRONMENT}
+def auto(target: Target, *arguments: str, **differing: Any) -> list[str]:
+    variables = {
+        "threshold": "auto",
+        "calibration_budget": "45s",
+        "service_environment": ENVIRONMENT,
+        "service_server_arguments": target.server_arguments() | {"enable-metrics": True},
+    } | differing
     return ["deploy.yml", "-e", json.dumps(variables), *arguments]
 
 
@@ -108,20 +116,39 @@ def test_auto_calibrates_stores_the_profile_and_deploys_by_it(target: Target) ->
     assert target.sh(f"readlink {ROOT}/previous") == f"deployments/{former}"
 
 
+def test_the_profiles_gate_is_in_the_metrics(target: Target) -> None:
+    def metric(name: str, label: str = "") -> float:
+        text = target.sh("curl --silent --fail --max-time 20 http://127.0.0.1:30000/metrics")
+        (value,) = re.findall(rf"^sglang:spec_gate_{name}{{.*{label}.*}} (\S+)$", text, re.MULTILINE)
+        return float(value)
+
+    # They are a second behind, and an idle server sleeps: asking for its state wakes it.
+    eventually(lambda: metric("break_even") == gate(target)["break_even"])
+    state = gate(target)
+    assert state["break_even"] > 1
+    assert metric("acceptance") == state["acceptance"] > 1
+    for outcome in ("passed", "failed"):
+        assert metric("probes_total", f'outcome="{outcome}"') == state[f"{outcome}_probes"]
+
+
 def test_a_second_deploy_takes_the_stored_profile_and_changes_nothing(target: Target) -> None:
     before = target.state()
     done = target.rehearsal.run_playbook(*auto(target, "--skip-tags", "load"))
     assert done.returncode == 0, done.stdout
     assert recap(done.stdout)["changed"] == 0
     assert target.state() == before
+    assert "speculation pays below" in plain(done.stdout)
 
 
 def test_a_profile_of_another_server_is_not_used_and_the_reason_is_told(target: Target) -> None:
-    """In check mode, which would otherwise measure again: what differs is the depth of speculation."""
+    """In check mode, which would otherwise measure again: what differs is the depth of speculation, and its costs."""
     arguments = target.server_arguments() | {"speculative-num-steps": 2, "speculative-num-draft-tokens": 6}
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "SGLANG_CPU_ENGINE_FORWARD_MS"}
     done = target.rehearsal.run_playbook(
-        *auto(target, "--check", "-e", json.dumps({"service_server_arguments": arguments}))
+        *auto(target, "--check", service_server_arguments=arguments, service_environment=environment)
     )
     assert done.returncode == 0, done.stdout
-    assert "gate decides by profile yet to be measured" in plain(done.stdout)
-    assert re.search(r"not used.*speculative was .*\"num_steps\": 3.* and is .*\"num_steps\": 2", plain(done.stdout))
+    output = plain(done.stdout)
+    assert "gate decides by profile yet to be measured" in output
+    assert f'devices was ["cpu, SGLANG_CPU_ENGINE_FORWARD_MS={COST_SHAPE}"] and is ["cpu"]' in output
+    assert re.search(r"not used.*speculative was .*\"num_steps\": 3.* and is .*\"num_steps\": 2", output)

@@ -68,6 +68,18 @@ def test_eagle_in_place_of_eagle3_is_refused_before_anything_is_touched(target: 
     assert "Nothing was touched" in plain(done.stdout)
 
 
+def test_eagle_in_place_of_eagle3_is_refused_by_the_server_where_the_checks_are_overridden(target: Target) -> None:
+    before = target.state()
+    arguments = target.server_arguments() | {"speculative-algorithm": "EAGLE"}
+    done = target.deploy(service_server_arguments=arguments, preflight_accepted=["draft_algorithm", "draft_width"])
+    output = plain(done.stdout)
+    assert done.returncode != 0
+    assert "needs --speculative-algorithm EAGLE3, given is EAGLE" in output
+    assert f"The former deployment {before.deployment} was activated again and is ready" in output
+    assert target.state().deployment == before.deployment
+    assert target.is_healthy()
+
+
 def test_a_missed_limit_may_be_kept_but_the_deploy_is_no_success(target: Target, unharmed: State) -> None:
     done = target.deploy(
         "--tags", "smoke,load,summary", acceptance_on_failure="keep", acceptance_accept_length_floor=9,

@@ -34,45 +34,52 @@ def page_of(output: str) -> str:
     return path.strip()
 
 
-def active(target: Target) -> tuple[str, str]:
-    """The active deployment, and the one on record for a roll-back."""
+def found_on(target: Target) -> tuple[str, str, list[str]]:
+    """The active deployment, the one on record for a roll-back, and all that there are."""
     links = target.sh(f"readlink {ROOT}/current; readlink {ROOT}/previous || true").split("\n")
-    return links[0], [*links, ""][1]
+    return links[0], [*links, ""][1], target.sh(f"ls {ROOT}/deployments").split()
 
 
 def test_arms_are_proved_and_measured_and_the_deployment_is_back(target: Target) -> None:
-    before = active(target)
+    before = found_on(target)
     done = target.rehearsal.fab(
-        "compare", "--arms=gated,plain", "--concurrency=2", "--rounds=2", "--requests=6", "--json", timeout=600
+        "compare", "--arms=gated,plain", "--concurrency=2", "--rounds=3", "--requests=6", "--json", timeout=600
     )
     (entry,) = json.loads(done.stdout)["hosts"]
     # On a busy machine the client may be too slow for its figures to count; then that is all that is wrong.
     assert entry["reasons"] == entry["invalid"]
     assert done.returncode == (3 if entry["invalid"] else 0)
     turns = [(found["round"], found["arm"]) for found in entry["measurements"]]
-    assert turns == [(1, "gated"), (1, "plain"), (2, "plain"), (2, "gated")]
+    assert turns == [(1, "gated"), (1, "plain"), (2, "plain"), (2, "gated"), (3, "gated"), (3, "plain")]
     assert all(found["requests"]["answered"] == 6 for found in entry["measurements"])
     arms = {arm["name"]: arm for arm in entry["arms"]}
     assert arms["gated"]["proof"].startswith("proved: its one rank runs the patched EAGLEWorker")
     assert arms["plain"]["proof"].startswith("proved: its one rank runs the patched release without speculation")
     speculated = {found["arm"]: found["accept_length"] is not None for found in entry["measurements"]}
     assert speculated == {"gated": True, "plain": False}
+    if entry["invalid"]:
+        assert {difference["says"] for difference in entry["differences"]} <= {"too few rounds"}
+    else:
+        (difference,) = entry["differences"]
+        low, high = difference["interval"]
+        assert low < difference["ratio"] < high
+        assert (difference["says"] == "within the noise") == (low <= 1 <= high)
     assert entry["restored"]["proof"].startswith("proved")
-    assert active(target) == before
+    assert found_on(target) == before
     assert target.is_healthy()
 
 
 def test_an_interrupted_comparison_goes_back(target: Target) -> None:
-    before = active(target)
+    before = found_on(target)
     with target.rehearsal.popen_fab("compare", "--arms=plain,gated", "--concurrency=2", "--json") as comparison:
-        eventually(lambda: active(target)[0] != before[0])
+        eventually(lambda: found_on(target)[0] != before[0])
         comparison.send_signal(signal.SIGINT)
         output, errors = comparison.communicate(timeout=300)
     assert comparison.returncode == 1, errors
     (entry,) = json.loads(output)["hosts"]
     assert entry["reasons"] == ["interrupted after 0 measurements"]
     assert entry["restored"]["proof"].startswith("proved")
-    assert active(target) == before
+    assert found_on(target) == before
     assert target.rehearsal.fab("verify-worker").returncode == 0
 
 

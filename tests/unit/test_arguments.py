@@ -58,6 +58,7 @@ def profile_path(tmp_path, monkeypatch):
         cells=[profile.Cell(1, 128, 0.012, 0.010)],
         acceptance_seen=None,
         recommended=dict.fromkeys(profile.RECOMMENDED_FIELDS),
+        why="given by a test",
     )
     path.write_text(json.dumps(document))
     return path
@@ -190,3 +191,8 @@ def test_the_key_of_a_server_has_the_fields_of_a_profile(monkeypatch):
     assert tuple(key) == profile.KEY_FIELDS
     assert tuple(key["speculative"]) == profile.SHAPE_FIELDS
     assert (key["devices"], key["driver"], key["sglang_version"]) == (["cpu", "cpu"], None, "0.5.12.post1")
+
+    monkeypatch.setenv("SGLANG_CPU_ENGINE_FORWARD_MS", "20,1")
+    simulated = server_key.server_key(SimpleNamespace(**names))
+    shaped = "cpu, SGLANG_CPU_ENGINE_FORWARD_MS=20,1"
+    assert profile.mismatch(simulated, key) == f'devices was ["{shaped}", "{shaped}"] and is ["cpu", "cpu"]'

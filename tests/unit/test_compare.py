@@ -46,6 +46,9 @@ class Fake(Bench):
         self._do(f"activate {deployment_id}")
         self.active = deployment_id
 
+    def remove(self) -> None:
+        self._do("remove")
+
     def prove(self, speculation: bool) -> tuple[str, str, str | None]:
         self._do(f"prove {self.active}")
         worker = {"former": "EAGLEWorker", "chain": "EAGLEWorkerV2"}.get(self.active)
@@ -93,7 +96,7 @@ def test_arms_take_turns_and_the_former_deployment_is_back_and_proved() -> None:
     ]
     assert all(bench.did[at + 1] == f"prove {what.removeprefix('activate ')}" for at, what in enumerate(bench.did)
                if what.startswith("activate"))  # fmt: skip
-    assert bench.did[-1] == "prove former"
+    assert bench.did[-2:] == ["prove former", "remove"]
     assert entry["restored"] == {"deployment": "former", "proof": "proved: as it should be"}
     assert len(steps) == 3 * 3 * 3 + 1  # a start and two levels for each arm and round, and the way back
 
@@ -152,7 +155,7 @@ def test_after_a_failure_the_former_deployment_serves(what: str) -> None:
     entry = run(bench)
     assert entry["ok"] is False
     assert entry["reasons"] == ["activate.yml failed: no answer"]
-    assert bench.did[-2:] == ["activate former", "prove former"]
+    assert bench.did[-3:] == ["activate former", "prove former", "remove"]
     assert entry["restored"]["proof"].startswith("proved")
 
 
@@ -184,7 +187,7 @@ def test_a_second_interrupt_does_not_end_the_way_back() -> None:
 
     bench = Fake(at)
     assert run(bench)["restored"]["proof"].startswith("proved")
-    assert bench.did[-1] == "prove former"
+    assert bench.did[-2:] == ["prove former", "remove"]
 
 
 def test_an_arm_that_is_not_proved_is_not_measured() -> None:
@@ -251,3 +254,11 @@ def test_a_way_back_that_fails_says_how_to_go_it_by_hand() -> None:
     assert "GOING BACK FAILED" in entry["reasons"][-1]
     assert entry["reasons"][-1].endswith("ansible-playbook playbooks/rollback.yml -e rollback_to=former")
     assert entry["restored"]["proof"] == "unknown"
+    assert "remove" not in bench.did  # one of them may serve
+
+
+def test_what_was_written_for_the_arms_and_could_not_be_removed_is_told() -> None:
+    entry = run(Fake(fail_at("remove", no_start)))
+    assert entry["ok"] is False
+    assert entry["reasons"] == ["the deployments of the arms are still there: activate.yml failed: no answer"]
+    assert entry["restored"]["proof"].startswith("proved")

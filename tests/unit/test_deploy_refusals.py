@@ -276,12 +276,15 @@ def test_an_unfit_host_and_wrong_expectations_are_refused(tmp_path: Path, variab
     assert "Nothing was touched" in output
 
 
-def test_the_summary_tells_the_profile_and_the_number_it_stands_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("measured", [True, False])
+def test_the_summary_tells_the_profile_the_number_it_stands_for_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: bool
 ) -> None:
+    """Of a profile that was stored before as well."""
     monkeypatch.setenv("ANSIBLE_ROLES_PATH", str(ROOT / "roles"))
     recommended = {"threshold": 8, "low_mark": 7, "kv_token_threshold": 4096}
     profile = {"id": "0123456789ab", "path": "/p.json", "made": "2026-01-01", "acceptance_seen": 3.3}
+    profile |= {"recommended": recommended, "why": "speculation pays below 8 requests"}
     facts = {
         "release_root": str(tmp_path),
         "service_name": "sglang",
@@ -289,9 +292,9 @@ def test_the_summary_tells_the_profile_and_the_number_it_stands_for(
         "service_port": 30000,
         "service_deployment_id": "d1",
         "release_id": "r1",
-        "calibration_profile": profile | {"recommended": recommended},
+        "calibration_profile": profile,
         "calibration_refused": [{"path": "/q.json", "reason": "driver was 1 and is 2"}],
-        "calibration_why": "speculation pays below 8 requests",
+        "calibration_measured": measured,
     }
     task = {"ansible.builtin.include_tasks": "tasks/summary.yml"}
     playbook = local_play(tmp_path, [task])
@@ -301,7 +304,8 @@ def test_the_summary_tells_the_profile_and_the_number_it_stands_for(
     assert status == 0, output
     assert "gpu-1 serves on 127.0.0.1:30000, gate decides by profile 0123456789ab" in output
     assert "threshold 8 would be the number for an acceptance of 3.3, and 4096 KV tokens; speculation pays" in output
-    assert "not used /q.json: driver was 1 and is 2" in output
+    assert f"profile /p.json, measured {'by this run' if measured else '2026-01-01'}" in output
+    assert ("not used /q.json: driver was 1 and is 2" in output) == measured
 
 
 @pytest.mark.parametrize("deployed", [True, False])

@@ -35,6 +35,7 @@ def document(**changes):
         cells=CELLS,
         acceptance_seen=2.5,
         recommended={"threshold": 9, "low_mark": 7, "kv_token_threshold": None},
+        why="speculation pays below 9 requests",
     )
     changed = made | changes
     return changed | {"id": changes.get("id", profiles.content_id(changed))}
@@ -130,7 +131,7 @@ def test_a_file_that_is_no_document_is_refused(content, word, tmp_path):
 def test_an_unsound_profile_is_not_made():
     recommended = dict.fromkeys(profiles.RECOMMENDED_FIELDS)
     with pytest.raises(ProfileError, match="no cells"):
-        profiles.make(made="now", key=KEY, cells=[], acceptance_seen=None, recommended=recommended)
+        profiles.make(made="now", key=KEY, cells=[], acceptance_seen=None, recommended=recommended, why="")
 
 
 def test_a_profile_of_this_server_matches():

@@ -29,6 +29,7 @@ def store(folder: Path, made: str = "2026-01-01T00:00:00+00:00", **differing: An
         cells=[profile.Cell(1, 512, 0.02, 0.01)],
         acceptance_seen=2.5,
         recommended={"threshold": 4, "low_mark": 3, "kv_token_threshold": 0},
+        why="speculation pays below 4 requests",
     )
     path = folder / f"{document['id']}.json"
     path.write_text(json.dumps(document))

@@ -110,12 +110,13 @@ def make(
     cells: Sequence[Cell],
     acceptance_seen: float | None,
     recommended: Mapping[str, int | None],
+    why: str,
 ) -> dict[str, Any]:
     """The document `specgate.profile/1`, its id and its break-evens filled in. Raises ProfileError if it is not sound.
 
     made: UTC, ISO 8601. key: KEY_FIELDS, as the gate names them in /server_info (`profile_key`).
     acceptance_seen: accepted tokens per verify step during the calibration; None when there was none.
-    recommended: RECOMMENDED_FIELDS; None where none is recommended.
+    recommended: RECOMMENDED_FIELDS; None where none is recommended. why: that, in a sentence for people.
     """
     document = {
         "schema": SCHEMA,
@@ -124,6 +125,7 @@ def make(
         "cells": [cell._asdict() | {"break_even": round(cell.break_even, 4)} for cell in sorted(cells)],
         "acceptance_seen": acceptance_seen,
         "recommended": dict(recommended),
+        "why": why,
     }
     document["id"] = content_id(document)
     parse(document)
@@ -175,7 +177,7 @@ def _text(value: object) -> str:
 
 def _problem(document: Mapping[str, Any]) -> str | None:
     """What is missing in a document or has a value that is not allowed; None when it is sound."""
-    for name in ("id", "made"):
+    for name in ("id", "made", "why"):
         if not isinstance(document.get(name), str):
             return f"has no {name}"
     key = document.get("key")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import socket
 from typing import Any
 
@@ -12,9 +13,10 @@ from spec_gate import loaded
 def server_key(server_args: Any) -> dict[str, Any]:
     """The key of this server, with the fields `profile.KEY_FIELDS`; `server_args` as SGLang has completed them.
 
-    devices: the name of each rank's device. driver: that of NVIDIA's devices, else None.
+    devices: the name of each rank's device; the CPU engine's with the cost shape that it simulates. driver: that of
+    NVIDIA's devices, else None.
     """
-    devices, driver = ["cpu"] * server_args.tp_size, None
+    devices, driver = [_cpu()] * server_args.tp_size, None
     if server_args.device == "cuda":
         devices, driver = _cuda_devices(server_args), _nvidia_driver()
     return {
@@ -32,6 +34,12 @@ def server_key(server_args: Any) -> dict[str, Any]:
             "num_draft_tokens": server_args.speculative_num_draft_tokens,
         },
     }
+
+
+def _cpu() -> str:
+    # Not a device's property but an option of the CPU engine: with it a step costs what another machine's would.
+    shape = os.environ.get("SGLANG_CPU_ENGINE_FORWARD_MS")
+    return f"cpu, SGLANG_CPU_ENGINE_FORWARD_MS={shape}" if shape else "cpu"
 
 
 def _cuda_devices(server_args: Any) -> list[str]:

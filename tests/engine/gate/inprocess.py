@@ -85,6 +85,7 @@ def write_profile(
         cells=[profile.Cell(batch, 64, 0.01 * break_even, 0.01) for batch, break_even in break_evens.items()],
         acceptance_seen=None,
         recommended=dict.fromkeys(profile.RECOMMENDED_FIELDS),
+        why="given by a test",
     )
     path = folder / f"{document['id']}.json"
     path.write_text(json.dumps(document))
