@@ -20,6 +20,7 @@ INTERNAL = {
     "acceptance_expect_transitions",
     "bandwidth_units",
     "cuda_units",
+    "router_batch",
     "router_hosts",
     "router_worker",
     "router_worker_key",

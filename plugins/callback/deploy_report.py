@@ -1,4 +1,7 @@
-"""Writes the report when a deploy ends, however it ends: how it ended, then the page; and says where the page is."""
+"""Writes the report when a deploy ends, however it ends: how it ended, then the page; and says where the page is.
+
+Where a host could not be reached any more it also says where that leaves the hosts, since no task can.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ DOCUMENTATION = """
     short_description: The report of a deploy, written at its end
     description:
       - The role acceptance names a folder for the documents of a run on each host (the fact C(acceptance_folder)), and
-        the deploy says when a host is done (C(deploy_turn)). A run that fails skips all later plays, so that only a
-        callback sees its end.
+        deploy and the roll-back say how far a host is (C(deploy_turn)). A run that fails skips all later plays, so that
+        only a callback sees its end.
       - At the end C(outcome.json) is written into each folder, and C(fab report) makes the page.
 """
 
@@ -32,15 +35,26 @@ class CallbackModule(CallbackBase):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self._folders: dict[str, Path] = {}
-        self._done: set[str] = set()
+        self._serving = False
+        self._hosts: set[str] = set()
+        self._turns: dict[str, str] = {}
+        self._drained: set[str] = set()
+        self._lost: dict[str, str] = {}
         self._failures: dict[str, str] = {}
 
+    def v2_playbook_on_play_start(self, play: Any) -> None:
+        self._serving = play.hosts == ["sglang_hosts"]
+
     def v2_runner_on_ok(self, result: Any) -> None:
+        if self._serving:
+            self._hosts.add(result._host.get_name())
         facts = result._result.get("ansible_facts") or {}
         if "acceptance_folder" in facts:
             self._folders[result._host.get_name()] = Path(facts["acceptance_folder"])
-        if facts.get("deploy_turn") == "done":
-            self._done.add(result._host.get_name())
+        if "deploy_turn" in facts:
+            self._turns[result._host.get_name()] = facts["deploy_turn"]
+        if facts.get("deploy_drained"):
+            self._drained.add(result._host.get_name())
 
     def v2_runner_on_failed(self, result: Any, ignore_errors: bool = False) -> None:
         if not ignore_errors:
@@ -48,6 +62,9 @@ class CallbackModule(CallbackBase):  # type: ignore[misc]
 
     def v2_runner_on_unreachable(self, result: Any) -> None:
         self._note_failure(result)
+        if self._serving:
+            host = result._host.get_name()
+            self._lost[host] = result._task.delegate_to or host
 
     def _note_failure(self, result: Any) -> None:
         """The last failure counts: after one that is rescued, the rescue tells the reason and what serves now."""
@@ -58,12 +75,14 @@ class CallbackModule(CallbackBase):  # type: ignore[misc]
         self._failures[result._host.get_name()] = name + said
 
     def v2_playbook_on_stats(self, stats: Any) -> None:
+        if self._lost and (self._folders or self._turns):
+            self._display.display(left_behind(sorted(self._hosts), self._turns, self._drained, self._lost))
         if not self._folders:
             return
         for host, folder in self._folders.items():
             counts = stats.summarize(host)
             failed = bool(counts["failures"] or counts["unreachable"])
-            document = outcome(host, host in self._done and not failed, self._failures)
+            document = outcome(host, self._turns.get(host) == "done" and not failed, self._failures)
             (folder / "outcome.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         self._display.display(self._report())
 
@@ -78,6 +97,29 @@ class CallbackModule(CallbackBase):  # type: ignore[misc]
         if done.returncode != 0:
             return f"No report was written: {(done.stderr or done.stdout).strip()}"
         return f"report    {json.loads(done.stdout)['html']}"
+
+
+def left_behind(hosts: list[str], turns: dict[str, str], drained: set[str], lost: dict[str, str]) -> str:
+    """Where a run leaves *hosts* that ended because of those *lost*: their names to that of the host out of reach."""
+    said = []
+    for host, gone in lost.items():
+        if host not in turns:
+            said.append(f"{gone} could not be reached. {host} was not switched.")
+            continue
+        said.append(
+            f"{gone} could not be reached any more while {host} had its turn. {host} serves the former deployment or "
+            "the new one, which has not proved itself; nothing was gone back from."
+        )
+        if host in drained:
+            said.append(f"The routers send {host} no requests, unless it was being put back.")
+    done = [host for host in hosts if turns.get(host) == "done"]
+    waiting = [host for host in hosts if host not in turns and host not in lost]
+    if done:
+        said.append(f"Done before, and kept: {', '.join(done)}.")
+    if waiting:
+        said.append(f"Not reached, and not switched: {', '.join(waiting)}.")
+    said.append(f"When {', '.join(dict.fromkeys(lost.values()))} can be reached again, run the same command once more.")
+    return "\n".join(said)
 
 
 def outcome(host: str, ok: bool, failures: dict[str, str]) -> dict[str, Any]:

@@ -85,3 +85,20 @@ def test_a_host_that_did_not_come_to_its_end_is_not_done_and_a_page_that_cannot_
     assert (outcome(tmp_path, "b")["ok"], outcome(tmp_path, "b")["reason"]) == (False, "the run did not end")
     assert "No report was written" in output
     assert "cannot be written" in output
+
+
+def test_a_host_that_is_lost_in_its_turn_leaves_words_about_all_of_them(tmp_path: Path) -> None:
+    turn = {"ansible.builtin.set_fact": {"deploy_turn": "begun", "deploy_drained": True}}
+    on_a, on_b = ({"when": f"inventory_hostname == '{host}'"} for host in "ab")
+    lost = {"ansible.builtin.ping": {}, "vars": {"ansible_connection": "ssh", "ansible_host": "127.0.0.1",
+            "ansible_port": 1}}  # fmt: skip
+    status, output = run(tmp_path, turn | on_a, DONE | on_a, turn | on_b, lost | on_b)
+    said = " ".join(output.split())
+    assert status != 0
+    assert "b could not be reached any more while b had its turn. b serves the former deployment or the new one" in said
+    assert "The routers send b no requests, unless it was being put back. Done before, and kept: a. When b can" in said
+    (tmp_path / "again").mkdir()
+    status, output = run(tmp_path / "again", lost | on_b)
+    said = " ".join(output.split())
+    assert status != 0
+    assert "b could not be reached. b was not switched. Not reached, and not switched: a. When b can be" in said
