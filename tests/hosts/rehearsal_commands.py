@@ -14,9 +14,10 @@ BIN = Path(sys.executable).parent
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A rehearsal directory, and the commands of a user who works with the hosts in it."""
+    """A rehearsal directory, and the commands of a user who works with the hosts in it from a checkout."""
 
     directory: Path
+    checkout: Path = REPOSITORY
 
     def rehearsal(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run `python -m rehearsal` for the hosts of this directory; making image or model takes minutes, once."""
@@ -25,6 +26,10 @@ class Rehearsal:
     def run_playbook(self, *arguments: str, timeout: float = 900) -> subprocess.CompletedProcess[str]:
         """Run ansible-playbook; standard error is in the output, where a user sees it."""
         return self.run([BIN / "ansible-playbook", *arguments], timeout, stderr=subprocess.STDOUT)
+
+    def popen_playbook(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start ansible-playbook and go on, for what must happen while it runs."""
+        return self.popen([BIN / "ansible-playbook", *arguments], stderr=subprocess.STDOUT)
 
     def fab(self, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         return self.run([BIN / "fab", *arguments], timeout)
@@ -35,9 +40,12 @@ class Rehearsal:
 
     def popen_fab(self, *arguments: str) -> subprocess.Popen[str]:
         """Start fab and go on, for what must happen while it runs."""
+        return self.popen([BIN / "fab", *arguments], stderr=subprocess.PIPE)
+
+    def popen(self, command: list[str | Path], stderr: int) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [BIN / "fab", *arguments], cwd=REPOSITORY, env=self.environment, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            command, cwd=self.checkout, env=self.environment, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr,
         )  # fmt: skip
 
     @property
@@ -48,7 +56,7 @@ class Rehearsal:
         self, command: list[str | Path], timeout: float = 300, stderr: int = subprocess.PIPE
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command, check=False, cwd=REPOSITORY, env=self.environment, text=True, timeout=timeout,
+            command, check=False, cwd=self.checkout, env=self.environment, text=True, timeout=timeout,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr,
         )  # fmt: skip
 

@@ -7,15 +7,21 @@ rehearsal-2 serves beside it, and the router is on rehearsal-3.
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from deploy_target import ROOT, State, Target, plain, recap
-from rehearsal_commands import Rehearsal
+from deploy_target import ROOT, State, Target, eventually, plain
+from rehearsal_commands import BIN, REPOSITORY, Rehearsal
 from steady_traffic import Traffic, steady_traffic
+
+from rehearsal import engine
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(1200)]
 
@@ -42,17 +48,24 @@ class Fleet:
         return self.first.state(), self.second.state()
 
     def workers(self) -> dict[str, bool]:
-        """URL of each worker of the router to whether it finds it healthy."""
-        answer = self.router.sh(f"curl --silent http://{self.address}:{ROUTER_PORT}/workers")
-        return {worker["url"]: worker["is_healthy"] for worker in json.loads(answer)["workers"]}
+        """URL of each worker of the router to whether it finds it healthy; none where the router does not answer."""
+        answer = self.router.sh(f"curl --silent http://{self.address}:{ROUTER_PORT}/workers || true")
+        return {worker["url"]: worker["is_healthy"] for worker in json.loads(answer or '{"workers": []}')["workers"]}
+
+    def both_get_requests(self) -> bool:
+        return list(self.workers().values()) == [True, True]
 
     def traffic(self) -> Any:
         return steady_traffic(self.address, ROUTER_PORT, CLIENTS)
 
     def recorded(self, target: Target) -> dict[str, Any]:
-        """The local fact of the last deploy."""
-        document: dict[str, Any] = json.loads(target.sh("cat /etc/ansible/facts.d/specgate_sglang.fact"))
-        return document
+        """The local fact of the last deploy, as a play reads it."""
+        done = self.rehearsal.run([BIN / "ansible", INVENTORY, target.host, "--module-name=ansible.builtin.setup",
+                                   "--args=gather_subset=!all,!min,local"])  # fmt: skip
+        assert done.returncode == 0, done.stdout
+        facts: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])["ansible_facts"]["ansible_local"]
+        recorded: dict[str, Any] = facts["specgate_sglang"]
+        return recorded
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +73,37 @@ def fleet(rehearsal_host: Rehearsal) -> Iterator[Fleet]:
     done = rehearsal_host.rehearsal("up", "rehearsal-1", "rehearsal-2", "rehearsal-3")
     assert done.returncode == 0, done.stderr
     yield Fleet(rehearsal_host)
-    done = rehearsal_host.rehearsal("down", "rehearsal-2", "rehearsal-3")
+    done = rehearsal_host.rehearsal("remove", "rehearsal-2", "rehearsal-3")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def another_patch(fleet: Fleet) -> Fleet:
+    """The same hosts, deployed to from a checkout with another patch, made as docs/gate.md says."""
+    checkout = fleet.rehearsal.directory / "checkout"
+    shutil.rmtree(checkout, ignore_errors=True)
+    for name in git(REPOSITORY, "ls-files", "--cached", "--others", "--exclude-standard").splitlines():
+        if (REPOSITORY / name).is_file():
+            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, checkout / name)
+    series = checkout / "files/spec_gate/spec_gate/series"
+    patch = series / "0.5.12.post1/sglang.srt.speculative.eagle_worker.patch"
+    text = patch.read_text()
+    assert text.count("@@ -1 +1,5 @@\n") == 1
+    patch.write_text(text.replace("@@ -1 +1,5 @@\n", "@@ -1 +1,6 @@\n+PATCHED_OTHERWISE = True\n"))
+    (site_packages,) = engine.ensure_environment().parent.parent.glob("lib/python3.*/site-packages")
+    subprocess.run([sys.executable, "-m", "spec_gate.series", "build", "--site-packages", site_packages],
+                   env=os.environ | {"PYTHONPATH": str(series.parents[1])}, check=True)  # fmt: skip
+    git(checkout, "init", "--quiet")
+    git(checkout, "add", "--all")
+    git(checkout, "-c", "user.name=test", "-c", "user.email=test@localhost", "commit", "--quiet", "--message=another")
+    return Fleet(Rehearsal(fleet.rehearsal.directory, checkout))
+
+
+def git(checkout: Path, *arguments: str) -> str:
+    return subprocess.run(
+        ["git", "-C", checkout, *arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def unfailed(traffic: Traffic) -> None:
@@ -72,11 +114,18 @@ def unfailed(traffic: Traffic) -> None:
 def test_two_hosts_are_deployed_behind_a_router(fleet: Fleet) -> None:
     done = fleet.deploy("--skip-tags", "load")
     assert done.returncode == 0, done.stdout
-    assert list(fleet.workers().values()) == [True, True]
+    assert fleet.both_get_requests()
     assert all("127.0.0.1" not in url and "0.0.0.0" not in url for url in fleet.workers())
     score = fleet.router.sh("systemd-analyze security --no-pager sglang-router | tail -n 1")
     assert float(re.search(r"([0-9.]+) OK", score)[1]) < 2.5, score  # type: ignore[index]
     assert fleet.rehearsal.fab("verify-worker", INVENTORY).returncode == 0
+
+
+def test_a_router_that_dies_comes_back_with_the_same_hosts(fleet: Fleet) -> None:
+    assert "smg_worker_health" in fleet.router.sh("curl --silent --fail http://127.0.0.1:30081/metrics")
+    fleet.router.sh("systemctl kill --signal=KILL sglang-router")
+    eventually(fleet.both_get_requests)
+    assert fleet.router.sh("systemctl show --property=NRestarts --value sglang-router") == "1"
 
 
 def test_a_second_deploy_changes_nothing(fleet: Fleet) -> None:
@@ -87,22 +136,35 @@ def test_a_second_deploy_changes_nothing(fleet: Fleet) -> None:
     assert (fleet.states(), fleet.recorded(fleet.first)) == before
 
 
-def test_a_roll_to_another_release_and_threshold_fails_no_request(fleet: Fleet) -> None:
+def test_a_roll_in_check_mode_says_what_it_would_do_and_does_nothing(fleet: Fleet) -> None:
     before = fleet.states()
+    workers = fleet.router.sh("cat /etc/sglang-router/workers")
+    done = fleet.deploy("--check", "--diff", threshold=3)
+    assert done.returncode == 0, done.stdout
+    assert plain(done.stdout).count("would serve on") == 2
+    assert all(int(count) > 0 for count in re.findall(r"rehearsal-[12] .* changed=(\d+)", done.stdout))
+    assert fleet.states() == before
+    assert fleet.router.sh("cat /etc/sglang-router/workers") == workers
+    assert fleet.both_get_requests()
+
+
+def test_a_roll_to_another_patch_and_threshold_fails_no_request(fleet: Fleet, another_patch: Fleet) -> None:
+    before = fleet.states()
+    former = fleet.first.deployed()
     with fleet.traffic() as traffic:
-        done = fleet.deploy(threshold=3, release_plugins=["files/cpu_engine"] * 2)
+        done = another_patch.deploy(threshold=3)
     assert done.returncode == 0, done.stdout
     unfailed(traffic)
-    for target, former in zip((fleet.first, fleet.second), before, strict=True):
+    commit = git(another_patch.rehearsal.checkout, "rev-parse", "HEAD")
+    for target, state in zip((fleet.first, fleet.second), before, strict=True):
         deployed = target.deployed()
-        assert deployed["id"] != former.deployment
         assert deployed["threshold"] == 3
-        assert target.sh(f"readlink {ROOT}/previous") == f"deployments/{former.deployment}"
+        assert deployed["release"] != former["release"]
+        assert deployed["series"] != former["series"]
+        assert target.sh(f"readlink {ROOT}/previous") == f"deployments/{state.deployment}"
         recorded = fleet.recorded(target)
-        assert recorded["deployment"] == deployed["id"]
-        assert re.fullmatch(r"unknown|[0-9a-f]{40}(-dirty)?", recorded["commit"])
-    assert fleet.first.release() != f"{ROOT}/releases/{before[0].deployment}"
-    assert list(fleet.workers().values()) == [True, True]
+        assert (recorded["deployment"], recorded["commit"]) == (deployed["id"], commit)
+    assert fleet.both_get_requests()
 
 
 def test_a_bad_release_is_gone_back_from_on_the_canary_alone_and_fails_no_request(fleet: Fleet) -> None:
@@ -120,17 +182,62 @@ def test_a_bad_release_is_gone_back_from_on_the_canary_alone_and_fails_no_reques
     assert first.deployment == before[0][0].deployment
     assert second == before[0][1]
     assert fleet.recorded(fleet.first) == before[1]
-    assert list(fleet.workers().values()) == [True, True]
+    assert fleet.both_get_requests()
 
 
-def test_a_roll_back_fails_no_request(fleet: Fleet) -> None:
+def test_a_roll_back_to_the_former_or_a_named_deployment_fails_no_request(fleet: Fleet) -> None:
+    ids = [state.deployment for state in fleet.states()]
     former = [target.sh(f"readlink {ROOT}/previous").rpartition("/")[2] for target in (fleet.first, fleet.second)]
+    assert set(ids).isdisjoint(former)
     with fleet.traffic() as traffic:
-        done = fleet.playbook("playbooks/rollback.yml")
-    assert done.returncode == 0, done.stdout
+        for given, expected in ([], former), (["-e", f"rollback_to={ids[0]}"], ids):
+            done = fleet.playbook("playbooks/rollback.yml", *given)
+            assert done.returncode == 0, done.stdout
+            assert [state.deployment for state in fleet.states()] == expected
+            assert fleet.recorded(fleet.second)["deployment"] == expected[1]
+            assert fleet.both_get_requests()
     unfailed(traffic)
-    assert [state.deployment for state in fleet.states()] == former
-    assert fleet.recorded(fleet.second)["deployment"] == former[1]
+
+
+def test_the_last_healthy_host_is_not_drained(fleet: Fleet) -> None:
+    """Neither without a router: nothing of this host is touched."""
+    before = fleet.first.state()
+    former = ("-e", f"rollback_to={fleet.first.sh(f'readlink {ROOT}/previous').rpartition('/')[2]}")
+    fleet.second.sh("systemctl stop sglang")
+    eventually(lambda: sorted(fleet.workers().values()) == [False, True])
+    done = fleet.playbook("playbooks/rollback.yml", "--limit=rehearsal-1", *former)
+    assert done.returncode != 0
+    assert "finds no other host healthy" in plain(done.stdout)
+    assert fleet.first.state() == before
+    fleet.second.sh("systemctl start sglang")
+    fleet.router.sh("systemctl stop sglang-router")
+    for command in ("deploy.yml", "-e", "threshold=5"), ("playbooks/rollback.yml", *former):
+        done = fleet.playbook(*command, "--limit=rehearsal-1")
+        assert done.returncode != 0
+        assert "the router on rehearsal-3 does not answer" in plain(done.stdout)
+        assert fleet.first.state() == before
+    fleet.router.sh("systemctl start sglang-router")
+    eventually(fleet.both_get_requests)
+
+
+def test_a_canary_that_loses_power_fails_no_request_and_the_same_deploy_puts_it_right(fleet: Fleet) -> None:
+    second = fleet.second.state()
+    with fleet.traffic() as traffic:
+        roll = fleet.rehearsal.popen_playbook(INVENTORY, "deploy.yml", "-e", "threshold=4", "--skip-tags=load")
+        eventually(lambda: fleet.first.sh(f"readlink {ROOT}/current || true") != f"deployments/{second.deployment}")
+        fleet.first.sh("systemctl poweroff --force --force & sleep 5")
+        output = plain(roll.communicate()[0])
+    assert roll.returncode != 0
+    unfailed(traffic)
+    assert "rehearsal-1 could not be reached any more while rehearsal-1 had its turn." in output
+    assert "The routers send rehearsal-1 no requests" in output
+    assert "Not reached, and not switched: rehearsal-2." in output
+    assert fleet.second.state() == second
+    fleet.rehearsal.rehearsal("up", "rehearsal-1")
+    done = fleet.deploy("--skip-tags=load", threshold=4)
+    assert done.returncode == 0, done.stdout
+    assert [target.deployed()["threshold"] for target in (fleet.first, fleet.second)] == [4, 4]
+    assert fleet.both_get_requests()
 
 
 def test_a_purge_must_name_the_service_and_keeps_the_models(fleet: Fleet) -> None:
@@ -148,9 +255,11 @@ def test_a_purge_must_name_the_service_and_keeps_the_models(fleet: Fleet) -> Non
     model = deployed["server_arguments"]["model-path"]
     assert model in plain(done.stdout)
     assert fleet.second.sh(f"ls {model}/config.json")
-    left = (
-        "find /opt /var/lib /etc -name '*sglang*' -o -name '*specgate*'; getent passwd sglang || true; ls /opt/sglang"
-    )
-    assert fleet.second.rehearsal.ssh(f"sudo sh -c {left!r}", host="rehearsal-2").stdout.strip() == ""
     assert len(fleet.workers()) == 1
-    assert recap(done.stdout)["failed"] == 0
+    done = fleet.playbook("playbooks/purge.yml", "-e", "purge=sglang")
+    assert done.returncode == 0, done.stdout
+    left = "find /opt /var /etc /run -name '*sglang*' -o -name '*specgate*'; getent passwd sglang || true"
+    assert [target.sh(left) for target in (fleet.first, fleet.second, fleet.router)] == ["", "", ""]
+    done = fleet.playbook("playbooks/purge.yml", "-e", "purge=sglang")
+    assert done.returncode == 0, done.stdout
+    assert re.findall(r"changed=(\d+)", done.stdout) == ["0", "0", "0"]
