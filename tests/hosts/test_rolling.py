@@ -225,7 +225,7 @@ def test_a_canary_that_loses_power_fails_no_request_and_the_same_deploy_puts_it_
     with fleet.traffic() as traffic:
         roll = fleet.rehearsal.popen_playbook(INVENTORY, "deploy.yml", "-e", "threshold=4", "--skip-tags=load")
         eventually(lambda: fleet.first.sh(f"readlink {ROOT}/current || true") != f"deployments/{second.deployment}")
-        fleet.first.sh("systemctl poweroff --force --force & sleep 5")
+        fleet.rehearsal.ssh("sudo systemctl poweroff --force --force")
         output = plain(roll.communicate()[0])
     assert roll.returncode != 0
     unfailed(traffic)
