@@ -93,7 +93,7 @@ def _kernel(facts: Facts) -> Check:
         "kernel",
         numbers >= oldest,
         release,
-        f"NVIDIA's driver is built for {'.'.join(map(str, oldest))} and newer on this distribution.",
+        f"The distribution was released with {'.'.join(map(str, oldest))}: upgrade the kernel, then the driver.",
         otherwise=check.WARN,
     )
 

@@ -1,4 +1,4 @@
-"""What goes with what, and who says so. docs/gpu-host.md shows the same table; a test compares them."""
+"""What goes with what. docs/gpu-host.md shows the same tables, with who says so; a test compares them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,22 @@ DISTRIBUTIONS: Mapping[tuple[str, str], str] = {
     ("ubuntu", "24.04"): "Ubuntu 24.04",
     ("debian", "12"): "Debian 12",
 }
-"""(ID, VERSION_ID) of /etc/os-release to a name. All three are in the table of native distributions of
-https://docs.nvidia.com/cuda/archive/13.0.2/cuda-installation-guide-linux/; the rehearsal runs Debian 12 only."""
+"""(ID, VERSION_ID) of /etc/os-release to a name. All three are native distributions of CUDA 13.0; the rehearsal runs
+Debian 12 only."""
 
 KERNELS: Mapping[tuple[str, str], Version] = {
     ("ubuntu", "22.04"): (5, 15),
     ("ubuntu", "24.04"): (6, 8),
     ("debian", "12"): (6, 1),
 }
-"""The oldest kernel of each distribution for which that guide's table lists it."""
+"""The kernel that each distribution was released with: NVIDIA names newer ones as those that it tests with."""
 
 DRIVERS: Mapping[str, Version] = {
     "12.8": (570, 26),
     "12.9": (575, 51, 3),
     "13": (580, 65, 6),
 }
-"""CUDA to the oldest driver for Linux with which it runs; "13" stands for each 13.x, by minor-version compatibility.
-https://docs.nvidia.com/cuda/cuda-toolkit-release-notes/, tables of CUDA and driver versions."""
+"""CUDA to the oldest driver for Linux with which it runs; "13" stands for each 13.x, by minor-version compatibility."""
 
 CAPABILITIES: Mapping[str, tuple[str, Version]] = {
     "8.0": ("Ampere", (11, 0)),
@@ -49,11 +48,10 @@ CAPABILITIES: Mapping[str, tuple[str, Version]] = {
     "10.3": ("Blackwell Ultra, sm103", (12, 9)),
     "12.0": ("Blackwell, sm120", (12, 8)),
 }
-"""Compute capability to its architecture and the first CUDA that compiles for it: release notes of each CUDA."""
+"""Compute capability to its architecture and the first CUDA that compiles for it."""
 
 OPEN_MODULES_FROM: Version = (10, 0)
-"""From this compute capability on the driver works with the open kernel modules only.
-https://docs.nvidia.com/datacenter/tesla/driver-installation-guide/kernel-modules.html"""
+"""From this compute capability on the driver works with the open kernel modules only."""
 
 
 def oldest_driver(cuda: str) -> Version | None:

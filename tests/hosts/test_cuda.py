@@ -23,20 +23,24 @@ DRIVER, TOOLKIT, PORT = "580.126.20", "13.0.2", 8399
 REPOSITORY_ON_HOST = "/srv/repository/debian12/x86_64"
 FILES = (
     "/etc/apt/sources.list.d/nvidia-cuda.list /etc/apt/preferences.d/nvidia-cuda /usr/share/keyrings/cuda-* "
-    "/etc/modprobe.d/nvidia-specgate.conf"
+    "/etc/modprobe.d/nvidia-specgate.conf /etc/modules-load.d/nvidia-specgate.conf "
+    "/etc/systemd/system/nvidia-persistenced.service.d"
 )
 
 MAKE_REPOSITORY = r"""
 apt-get update -qq
-apt-get install -qq --yes --no-install-recommends gpg gpg-agent >/dev/null
+apt-get install -qq --yes --no-install-recommends gpg gpg-agent git make patch python3-venv >/dev/null 2>&1
+# All that the host needs of Debian's packages is there now; apt is slow with tens of thousands of others.
+rm -rf /etc/apt/sources.list /etc/apt/sources.list.d/* /var/lib/apt/lists/*
 mkdir -p FOLDER && cd FOLDER
 package() {  # name, version, further fields
   mkdir -p work/DEBIAN
-  if [ "$1" = nvidia-persistenced ]; then  # the others without even a folder: dpkg drops packages of shared folders
-    mkdir -p work/lib/systemd/system
-    printf '[Service]\nExecStart=sleep infinity\n[Install]\nWantedBy=multi-user.target\n' \
-      >work/lib/systemd/system/$1.service
-  fi
+  unit=  # the packages without one have not even a folder: dpkg drops packages of shared folders
+  case $1 in
+    nvidia-persistenced) unit='[Unit]\nStopWhenUnneeded=true\n[Service]\nExecStart=sleep infinity\n' ;;  # as Ubuntu's
+    nvidia-fabricmanager) unit='[Service]\nExecStart=sleep infinity\n[Install]\nWantedBy=multi-user.target\n' ;;
+  esac
+  if [ "$unit" ]; then mkdir -p work/lib/systemd/system; printf "$unit" >work/lib/systemd/system/$1.service; fi
   printf 'Package: %s\nVersion: %s\nArchitecture: amd64\nMaintainer: test <test@example.org>\nDescription: test\n%b' \
     "$1" "$2" "${3:-}" >work/DEBIAN/control
   dpkg-deb --build work "$1_$2.deb" >/dev/null
@@ -204,26 +208,51 @@ def test_a_reboot_after_which_the_driver_is_not_loaded_is_a_failure(host: CudaHo
     assert host.sh("cat /proc/sys/kernel/random/boot_id; systemctl show --property=UserspaceTimestampMonotonic") != boot
 
 
+NVIDIA_SMI = """#!/bin/sh
+case "$*" in
+  "--query-gpu=index --format=csv,noheader") seq 0 7 ;;
+  --query-gpu=*) cat /srv/nvidia/gpus-rtx-pro-6000.csv ;;
+  "topo -m") cat /srv/nvidia/topology-8-pcie.txt ;;
+  --persistence-mode=1) touch /run/persistence ;;
+  *) exit 9 ;;
+esac
+"""
+
+
 def load_driver(host: CudaHost) -> None:
-    """Make the host look as if the pinned driver, with open modules, were loaded."""
+    """Make the host look as if the pinned driver, with open modules, were loaded, and nvidia-smi told of such cards."""
+    for name in ("gpus-rtx-pro-6000.csv", "topology-8-pcie.txt"):
+        text = (REPOSITORY / "tests/data/nvidia" / name).read_text().replace("580.126.09", DRIVER)
+        host.sh(f"mkdir -p /srv/nvidia; printf %s {shlex.quote(text)} >/srv/nvidia/{name}")
+    host.sh(f"printf %s {shlex.quote(NVIDIA_SMI)} >/usr/local/bin/nvidia-smi; chmod +x /usr/local/bin/nvidia-smi")
     text = (REPOSITORY / "tests/data/nvidia/driver-open.txt").read_text().replace("580.126.09", DRIVER)
     host.sh("mountpoint -q /proc/driver || mount -t tmpfs tmpfs /proc/driver; mkdir -p /proc/driver/nvidia; "
             f"printf %s {shlex.quote(text)} >/proc/driver/nvidia/version")  # fmt: skip
 
 
-def test_once_the_driver_is_loaded_its_daemon_runs(host: CudaHost) -> None:
+def test_once_the_driver_is_loaded_its_daemons_run(host: CudaHost) -> None:
+    """Of a host that turns out to have switches behind network cards. No module is loaded: modprobe is a stand-in."""
     load_driver(host)
-    done = host.provision()
+    host.sh("printf '#!/bin/sh\\necho \"$@\" >>/run/modprobe\\n' >/usr/local/sbin/modprobe; "
+            "chmod +x /usr/local/sbin/modprobe")  # fmt: skip
+    done = host.provision(cuda_fabric_manager=True)
+    host.sh("rm /usr/local/sbin/modprobe")
     assert done.returncode == 0, done.stdout
     assert "must be rebooted" not in plain(done.stdout)
-    states = host.sh("systemctl is-active nvidia-persistenced; systemctl is-enabled nvidia-persistenced")
-    assert states == "active\nenabled"
+    assert host.installed()["nvidia-fabricmanager"] == (f"{DRIVER}-1", True)
+    assert "nvlsm" in host.installed()
+    units = "nvidia-persistenced nvidia-fabricmanager"
+    states = host.sh(f"systemctl is-active {units}; systemctl is-enabled {units}")
+    assert states.split() == ["active", "active", "enabled", "enabled"]
+    assert host.sh("ls /run/persistence; cat /run/modprobe /etc/modules-load.d/nvidia-specgate.conf | grep ib_umad") == (
+        "/run/persistence\nib_umad\nib_umad"
+    )
 
 
 def test_a_host_whose_driver_satisfies_the_pins_is_not_touched(host: CudaHost) -> None:
     """As on a machine that came with its driver: no repository, no package, no option, and none is added."""
     names = " ".join(host.installed())
-    host.sh(f"apt-mark unhold {names} >/dev/null; apt-get purge --yes {names} >/dev/null; rm -f {FILES}")
+    host.sh(f"apt-mark unhold {names} >/dev/null; apt-get purge --yes {names} >/dev/null; rm -rf {FILES}")
     load_driver(host)
     done = host.provision(cuda_toolkit_version="", cuda_disable_hmm=True)
     assert done.returncode == 0, done.stdout
@@ -231,22 +260,8 @@ def test_a_host_whose_driver_satisfies_the_pins_is_not_touched(host: CudaHost) -
     assert host.untouched()
 
 
-NVIDIA_SMI = """#!/bin/sh
-case "$*" in
-  "--query-gpu=index --format=csv,noheader") seq 0 7 ;;
-  --query-gpu=*) cat /srv/nvidia/gpus-rtx-pro-6000.csv ;;
-  "topo -m") cat /srv/nvidia/topology-8-pcie.txt ;;
-  *) exit 9 ;;
-esac
-"""
-
-
 def test_doctor_and_the_preflight_say_the_same_of_a_gpu_host(host: CudaHost, tmp_path: Path) -> None:
     """With a stand-in for nvidia-smi that prints what users published; no card is on the bus, and no model there."""
-    for name in ("gpus-rtx-pro-6000.csv", "topology-8-pcie.txt"):
-        text = (REPOSITORY / "tests/data/nvidia" / name).read_text().replace("580.126.09", DRIVER)
-        host.sh(f"mkdir -p /srv/nvidia; printf %s {shlex.quote(text)} >/srv/nvidia/{name}")
-    host.sh(f"printf %s {shlex.quote(NVIDIA_SMI)} >/usr/local/bin/nvidia-smi; chmod +x /usr/local/bin/nvidia-smi")
     load_driver(host)
     example = yaml.safe_load((REPOSITORY / "inventory/blackwell/rtx-pro-6000/group_vars/all/main.yml").read_text())
     names = ("preflight_gpus", "preflight_cuda", "service_server_arguments", "models")
@@ -271,7 +286,6 @@ def test_doctor_and_the_preflight_say_the_same_of_a_gpu_host(host: CudaHost, tmp
 
 
 MAKE_SOURCES = r"""
-apt-get install -qq --yes --no-install-recommends git make >/dev/null 2>&1
 printf '%s\n' '#!/bin/sh' 'case $1 in' '-S) mkdir -p "$4" && touch "$4/CMakeCache.txt" ;;' \
   '*) printf "#!/bin/sh\necho {}\n" >"$2/nvbandwidth" && chmod +x "$2/nvbandwidth" ;; esac' >/usr/local/bin/cmake
 chmod +x /usr/local/bin/cmake

@@ -66,6 +66,10 @@ def test_what_is_installed_where(tmp_path: Path) -> None:
                 "on": "ubuntu2404", "cuda_driver_version": DRIVER, **ours, "cuda_disable_hmm": True,
                 "_cuda_module": module(OPEN), "_cuda_hmm": module("N\n"),
             },
+            "switches told later": {
+                "on": "ubuntu2404", "cuda_driver_version": DRIVER, **ours, "cuda_fabric_manager": True,
+                "_cuda_module": module(OPEN),
+            },
         },
     )  # fmt: skip
     ubuntu = f"nvidia-open={DRIVER}*"
@@ -73,15 +77,20 @@ def test_what_is_installed_where(tmp_path: Path) -> None:
     debian = [f"{name}={DRIVER}*" for name in ("nvidia-driver-cuda", "nvidia-kernel-open-dkms", "nvidia-persistenced")]
     assert {name: wanted for name, (_, wanted, _, _) in found.items() if name != "fedora"} == {
         "jammy": [ubuntu, HEADERS, TOOLKIT],
-        "noble": [ubuntu, manager, "nvlsm", HEADERS, TOOLKIT],
-        "bookworm": [*debian, manager, HEADERS, TOOLKIT],
+        "noble": [ubuntu, HEADERS, manager, "nvlsm", TOOLKIT],
+        "bookworm": [*debian, HEADERS, manager, TOOLKIT],
         "proprietary": [ubuntu, HEADERS, TOOLKIT],
         "satisfied": [TOOLKIT],
         "no pins": [],
         "not rebooted": [ubuntu, HEADERS],
         "without hmm": [],
+        "switches told later": [manager, "nvlsm"],
     }
     assert [name for name, (known, *_) in found.items() if not known] == ["fedora"]
-    assert [name for name, (_, _, ours, _) in found.items() if ours] == ["not rebooted", "without hmm"]
+    assert [name for name, (_, _, ours, _) in found.items() if ours] == [
+        "not rebooted",
+        "without hmm",
+        "switches told later",
+    ]
     assert found["not rebooted"][3] == [f"the loaded driver is none, installed is {DRIVER}"]
     assert found["without hmm"][3] == ["nvidia_uvm was loaded without uvm_disable_hmm=1"]

@@ -160,7 +160,7 @@ FAULTS = [
     ("distribution", "os", {"ID": "fedora"}, check.FAIL, "must be of Debian's family"),
     ("distribution", "os", {"ID": "debian", "VERSION_ID": "13"}, check.WARN, "Ubuntu 22.04, Ubuntu 24.04, Debian 12"),
     ("architecture", "architecture", "aarch64", check.FAIL, "locked for x86_64"),
-    ("kernel", "kernel", "5.15.0-91-generic", check.WARN, "6.8 and newer"),
+    ("kernel", "kernel", "5.15.0-91-generic", check.WARN, "released with 6.8"),
     ("reboot", "reboot_required", "linux-base\nlinux-image-6.8.0-91-generic", check.WARN, "linux-image-6.8.0-91"),
     ("memory", "memory", {"MemTotal": 2 << 20}, check.FAIL, "2048 MiB"),
     ("huge_pages", "transparent_huge_pages", "always madvise [never]", check.WARN, "to madvise"),
