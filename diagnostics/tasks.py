@@ -1,7 +1,7 @@
 """The command line: options in, one document out, an exit status that a program can trust.
 
-Exit status: 0 success, 1 failure, 2 wrong use, 3 unknown (verify-worker, load). With ``--json`` standard output is one
-JSON document and nothing else; progress and Ansible's warnings go to standard error.
+Exit status: 0 success, 1 failure, 2 wrong use, 3 unknown (verify-worker, doctor, load, compare). With ``--json``
+standard output is one JSON document and nothing else; progress and Ansible's warnings go to standard error.
 """
 
 from __future__ import annotations
@@ -416,7 +416,8 @@ def compare(
 ) -> None:
     """Start, prove and measure other arms than the deployed one on a host, in turns; then that one serves again.
 
-    Takes the host out of service meanwhile: each start interrupts it. Exit status: 0 complete, 1 not, 2 wrong use.
+    Takes the host out of service meanwhile: each start interrupts it. Exit status: 0 complete, 1 not, 2 wrong use,
+    3 the client was too slow for some figures.
     """
     if requests is not None and duration is not None:
         raise UsageError("--requests and --duration are both given; allowed is one of them")

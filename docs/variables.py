@@ -54,12 +54,16 @@ def main() -> None:
     print(HEAD)
     print("| variable | type | default | what it is |\n| --- | --- | --- | --- |")
     seen: set[str] = set(INTERNAL)
-    for path in sorted(ROLES.glob("*/meta/argument_specs.yml")):
+    paths = sorted(ROLES.glob("*/meta/argument_specs.yml"))
+    roles = {path.parent.parent.name for path in paths}
+    for path in paths:
+        # Other roles that take a variable of these say less of it.
+        others = tuple(f"{role}_" for role in roles - {path.parent.parent.name})
         for entry in yaml.safe_load(path.read_text())["argument_specs"].values():
             for name, option in entry.get("options", {}).items():
-                if name not in seen:
+                if name not in seen and not name.startswith(others):
                     seen.add(name)
-                    kind = "int" if name == "threshold" else option["type"]
+                    kind = "int or auto" if name == "threshold" else option["type"]
                     default = "must be set" if name == "threshold" else value_of(option)
                     print(f"| `{name}` | {kind} | {default} | {text_of(option['description'])} |")
 
