@@ -59,7 +59,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=8, choices=range(1, 10))
     most = parser.parse_args().hosts
-    environment = os.environ | {"ANSIBLE_NOCOLOR": "1"}
+    standing = os.environ.get("SPECGATE_REHEARSAL_DIR", str(REPOSITORY / ".rehearsal"))
+    environment = os.environ | {"ANSIBLE_NOCOLOR": "1", "SPECGATE_REHEARSAL_DIR": standing}
     print("nothing to do:", measure([], ["rehearsal-1"], environment))
     print("nothing to do, without load:", measure(["--skip-tags", "load"], ["rehearsal-1"], environment), flush=True)
     with tempfile.TemporaryDirectory(dir=REPOSITORY) as folder:

@@ -119,6 +119,15 @@ def test_good_variables_are_followed_by_a_connection(tmp_path: Path) -> None:
     assert "Cannot become root on gpu-1" in output
 
 
+def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
+    hosts = "gpu-1 ansible_host=127.0.0.1 ansible_port=1"
+    status, output = deploy(tmp_path, "-e", "threshold=0", variables=ARGUMENTS, hosts=hosts)
+    assert status != 0
+    assert "gpu-1 cannot be reached: " in output
+    assert "--limit 'all:!gpu-1'. Nothing was touched." in output
+    assert "Cannot become root" not in output
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
