@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rehearsal_commands import Rehearsal
+from rehearsal_commands import BIN, REPOSITORY, Rehearsal
 
 ROOT = "/opt/sglang"
 
@@ -78,3 +80,38 @@ class Target:
         answer = self.rehearsal.ssh("curl --silent --max-time 20 --output /dev/null --write-out '%{http_code}' "
                                     "http://127.0.0.1:30000/health", host=self.host)  # fmt: skip
         return answer.stdout.strip() == "200"
+
+
+class PlaybookUnderWay:
+    """A playbook that something happens to while it runs, as a process group of its own."""
+
+    def __init__(self, target: Target, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [BIN / "ansible-playbook", *arguments], cwd=REPOSITORY, env=target.rehearsal.environment, text=True,
+            start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self.output = ""
+
+    def run_until(self, task: str) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self.output += line
+            if line.startswith(f"TASK [{task}"):
+                return
+        raise AssertionError(f"it ended before the task '{task}':\n{self.output}")
+
+    def kill(self) -> None:
+        """SIGKILL to the controller and all of its workers."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+
+    def end(self) -> int:
+        """Wait until it has ended by itself; its status."""
+        self.output += self.process.communicate(timeout=600)[0]
+        return self.process.returncode
+
+    def __enter__(self) -> PlaybookUnderWay:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if self.process.poll() is None:
+            self.kill()

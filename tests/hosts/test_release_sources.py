@@ -1,4 +1,4 @@
-"""Where a release comes from and when it goes: a fork of SGLang, wheels brought along without network, pruning.
+"""Where a release comes from and when it goes: a fork of SGLang, wheels brought along, a private index, pruning.
 
 The tests share a host and run in this order: each finds what the last one left.
 """
@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from deploy_target import ROOT, State, Target, plain, recap
+from deploy_target import ROOT, PlaybookUnderWay, State, Target, eventually, plain, recap
+from package_index import NAME, Index, Proxy, serving
 from rehearsal_commands import REPOSITORY, Rehearsal
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
@@ -156,54 +159,160 @@ def source_of(target: Target) -> dict[str, dict[str, str]]:
     return {"release_source": {"git": source["git"], "ref": source["commit"]}}
 
 
-SMALL = ("setuptools", "packaging")
+@dataclass(frozen=True)
+class SmallRelease:
+    """The build of the role release itself, in a folder of its own, of a lock file that pins two small packages."""
+
+    target: Target
+    folder: Path
+    root: str = "/opt/small"
+
+    PACKAGES = ("setuptools", "packaging")
+
+    @property
+    def wheels(self) -> Path:
+        return self.folder / "wheels"
+
+    def play(self, **variables: Any) -> str:
+        """Path of a playbook that builds it."""
+        given = {
+            "release_root": self.root,
+            "release_lock": "small.txt",
+            "_release_lock_path": str(self.folder / "small.txt"),
+            "release_id": "small",
+            "release_path": f"{self.root}/releases/small",
+            "release_disk_mb": 1,
+        } | variables
+        role = {"name": "release", "apply": {"become": True}}
+        play = [{"hosts": "all", "gather_facts": False,
+                 "tasks": [{"ansible.builtin.include_role": role, "vars": given}]}]  # fmt: skip
+        path = self.folder / "small.yml"
+        path.write_text(json.dumps(play))
+        return str(path)
+
+    def assert_installed(self) -> None:
+        found = self.target.sh(f"ls {self.root}/releases/small/lib/python3*/site-packages").split()
+        assert {"spec_gate", *self.PACKAGES} <= set(found)
+
+
+@pytest.fixture(scope="module")
+def downloaded(target: Target, tmp_path_factory: pytest.TempPathFactory) -> SmallRelease:
+    """The lock file, and its wheels as `make wheelhouse` downloads them."""
+    small = SmallRelease(target, tmp_path_factory.mktemp("small"))
+    lock = (REPOSITORY / "files/locks/sglang-0.5.12.post1-cpu.txt").read_text()
+    pins = [pin for pin in lock.replace("\n    --hash", " --hash").replace(" \\ --hash", " --hash").splitlines()
+            if pin.startswith(tuple(f"{name}==" for name in small.PACKAGES))]  # fmt: skip
+    (small.folder / "small.txt").write_text("\n".join(pins) + "\n")
+    done = target.rehearsal.run(["make", "--old-file=setup", "wheelhouse", f"lock={small.folder}/small.txt",
+                                 f"wheelhouse={small.wheels}"])  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return small
+
+
+@pytest.fixture
+def small(downloaded: SmallRelease) -> Iterator[SmallRelease]:
+    yield downloaded
+    downloaded.target.sh(f"rm -rf {downloaded.root}")
 
 
 @contextmanager
-def cut_off(target: Target) -> Iterator[None]:
-    """The host's packets but for SSH with this machine are dropped, on this machine, where the host cannot help it."""
-    address = target.sh("hostname --all-ip-addresses")
-    rules = f"ip saddr {address} tcp sport != 22 drop; ip saddr {address} meta l4proto udp drop;"
-    chains = "".join(
-        f"chain {hook} {{ type filter hook {hook} priority -10; {rules} }};" for hook in ("input", "forward")
+def cut_off(target: Target, *ports: int) -> Iterator[Callable[[], int]]:
+    """On this machine the host's packets are dropped, but for SSH with it and those to its *ports*.
+
+    Gives how many connections to elsewhere the host has tried.
+    """
+    address = target.sh("hostname --all-ip-addresses").split()[0]
+    allowed = f"ip saddr {address} tcp sport 22 accept; " + "".join(
+        f"ip saddr {address} tcp dport {port} accept; " for port in ports
     )
-    subprocess.run(["nft", "--file", "-"], input=f"table inet specgate_test {{ {chains} }}", text=True, check=True)
+    dropped = f"ip saddr {address} tcp flags syn counter name tried drop; ip saddr {address} drop"
+    chains = "".join(
+        f"chain {hook} {{ type filter hook {hook} priority -10; {allowed}{dropped}; }}; "
+        for hook in ("input", "forward")
+    )
+    rules = f"table inet specgate_test {{ counter tried {{ }}; {chains} }}"
+    subprocess.run(["sudo", "nft", "--file", "-"], input=rules, text=True, check=True)
+
+    def tried() -> int:
+        command = ["sudo", "nft", "--json", "list", "counter", "inet", "specgate_test", "tried"]
+        (counter,) = [entry["counter"] for entry in json.loads(subprocess.check_output(command))["nftables"]
+                      if "counter" in entry]  # fmt: skip
+        return int(counter["packets"])
+
     try:
-        assert target.rehearsal.ssh("sudo apt-get update --error-on=any").returncode != 0
-        yield
+        # The cut is one, and is counted.
+        target.sh("! timeout 2 bash -c '</dev/tcp/192.0.2.1/443'")
+        known = tried()
+        assert known > 0
+        yield lambda: tried() - known
     finally:
-        subprocess.run(["nft", "delete", "table", "inet", "specgate_test"], check=True)
+        subprocess.run(["sudo", "nft", "delete", "table", "inet", "specgate_test"], check=True)
 
 
-def test_a_release_is_built_from_wheels_brought_along_without_network(target: Target, tmp_path: Path) -> None:
-    """The build of the role release itself, of a lock file that pins three small packages, with all outbound cut."""
-    lock = (REPOSITORY / "files/locks/sglang-0.5.12.post1-cpu.txt").read_text()
-    pins = [pin for pin in lock.replace("\n    --hash", " --hash").replace(" \\ --hash", " --hash").splitlines()
-            if pin.startswith(tuple(f"{name}==" for name in SMALL))]  # fmt: skip
-    (tmp_path / "small.txt").write_text("\n".join(pins) + "\n")
-    wheels = tmp_path / "wheels"
-    made = target.rehearsal.run(["make", "--old-file=setup", "wheelhouse", f"lock={tmp_path}/small.txt",
-                                 f"wheelhouse={wheels}"])  # fmt: skip
-    assert made.returncode == 0, made.stderr
-    role = {
-        "name": "release",
-        "apply": {"become": True},
-    }
-    variables = {
-        "release_root": "/opt/offline",
-        "release_lock": "small.txt",
-        "_release_lock_path": str(tmp_path / "small.txt"),
-        "release_id": "offline",
-        "release_path": "/opt/offline/releases/offline",
-        "release_wheelhouse": str(wheels),
-        "release_disk_mb": 1,
-    }
-    play = [{"hosts": "all", "gather_facts": False,
-             "tasks": [{"ansible.builtin.include_role": role, "vars": variables}]}]  # fmt: skip
-    (tmp_path / "offline.yml").write_text(json.dumps(play))
-    with cut_off(target):
-        done = target.rehearsal.run_playbook(str(tmp_path / "offline.yml"))
+def test_a_release_is_built_from_wheels_brought_along_without_network(target: Target, small: SmallRelease) -> None:
+    with cut_off(target) as tried:
+        done = target.rehearsal.run_playbook(small.play(release_wheelhouse=str(small.wheels)))
+        assert tried() == 0
     assert done.returncode == 0, done.stdout
-    installed = target.sh("ls /opt/offline/releases/offline/lib/python3*/site-packages")
-    assert {"spec_gate", *SMALL} <= set(installed.split())
-    target.sh("rm -rf /opt/offline")
+    small.assert_installed()
+
+
+@pytest.fixture
+def index(target: Target, small: SmallRelease, tmp_path: Path) -> Iterator[Index]:
+    """A private index that the host reaches through `proxy` alone."""
+    with serving(index := Index(small.wheels, tmp_path)):
+        target.rehearsal.run(["scp", "-F", target.rehearsal.directory / "ssh_config", index.authority,
+                              "rehearsal-1:/tmp/authority.pem"])  # fmt: skip
+        yield index
+        index.go_on.set()
+
+
+@pytest.fixture
+def proxy(target: Target, index: Index) -> Iterator[Proxy]:
+    """On this machine's address that the host has as its gateway."""
+    with serving(proxy := Proxy(target.sh("ip route show default").split()[2], index)):
+        yield proxy
+
+
+def through(proxy: Proxy) -> dict[str, dict[str, str]]:
+    """The variables for hosts behind a proxy with an index inside, as docs/release.md has them."""
+    simple = f"https://{NAME}/simple"
+    return {"release_environment": {
+        "HTTPS_PROXY": proxy.url, "UV_DEFAULT_INDEX": simple, "PIP_INDEX_URL": simple,
+        "SSL_CERT_FILE": "/tmp/authority.pem", "PIP_CERT": "/tmp/authority.pem", "UV_HTTP_RETRIES": "0",
+    }}  # fmt: skip
+
+
+def test_a_private_index_behind_a_proxy_is_all_that_is_asked(
+    target: Target, small: SmallRelease, index: Index, proxy: Proxy
+) -> None:
+    with cut_off(target, proxy.server_port) as tried:
+        done = target.rehearsal.run_playbook(small.play(**through(proxy)))
+        assert tried() == 0
+    assert done.returncode == 0, done.stdout
+    small.assert_installed()
+    assert proxy.asked == {f"{NAME}:443"}
+    assert {wheel.partition("-")[0] for wheel in index.served} == {"uv", *small.PACKAGES}
+
+
+def test_an_interrupted_build_is_resumed_with_what_it_had(
+    target: Target, small: SmallRelease, index: Index, proxy: Proxy
+) -> None:
+    """The controller is killed while the host waits for the rest of a package, which goes on there for a while."""
+    index.breaks_at = "setuptools"
+    play = small.play(**through(proxy))
+    with PlaybookUnderWay(target, play) as first:
+        first.run_until("release : Install the locked packages")
+        eventually(lambda: target.sh(f"find {small.root}/cache -name 'packaging-*.dist-info'") != "")
+        first.kill()
+        first.end()
+    assert target.sh(f"pgrep --full '^flock {small.root}/build.lock .*uv pip sync' || true") != ""
+    with PlaybookUnderWay(target, play) as second:
+        second.run_until("release : Create the virtual environment")
+        # It does not take the folder from under the first one, which gets no more of its package then.
+        eventually(lambda: target.sh(f"pgrep --full '^flock {small.root}/build.lock .*uv venv' || true") != "")
+        index.breaks_at = ""
+        index.go_on.set()
+        assert second.end() == 0, second.output
+    small.assert_installed()
+    assert [wheel.partition("-")[0] for wheel in index.served].count("packaging") == 1
