@@ -76,6 +76,13 @@ def test_each_private_variable_is_used(role: str) -> None:
         assert sum(len(re.findall(rf"\b{name}\b", text)) for text in texts) > 1, name
 
 
+@pytest.mark.parametrize("role", ROLES)
+def test_no_task_is_polled(role: str) -> None:
+    """Ansible goes on polling a host that is gone, for hours: `poll` seconds less of `async` with each connection."""
+    for path in (ROOT / "roles" / role).rglob("*.yml"):
+        assert not re.search(r"^ *async:", path.read_text(), flags=re.MULTILINE), path
+
+
 @pytest.mark.parametrize("inventory", sorted(path.name for path in (ROOT / "inventory").iterdir()))
 def test_the_example_inventories_set_documented_variables_only(inventory: str) -> None:
     documented = {name for role in ROLES for name in options(role)}
