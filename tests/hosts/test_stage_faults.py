@@ -75,10 +75,11 @@ def full_disk(target: Target, folder: str) -> Iterator[None]:
 def cut_network(target: Target) -> Iterator[None]:
     """Nothing passes between this machine and the host; neither is told."""
     address = target.sh("hostname --all-ip-addresses").split()[0]
-    rules = (
-        "table ip specgate_cut { chain output { type filter hook output priority 0; "
-        f"ip daddr {address} drop; }} chain input {{ type filter hook input priority 0; ip saddr {address} drop; }} }}"
+    chains = "".join(
+        f"chain {hook} {{ type filter hook {hook} priority 0; ip {side} {address} drop; }}; "
+        for hook, side in (("input", "saddr"), ("output", "daddr"))
     )
+    rules = f"table ip specgate_cut {{ {chains} }}"
     subprocess.run(["nft", "--file", "-"], input=rules, text=True, check=True)
     try:
         yield
