@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from deploy_target import Target, plain, recap
 from rehearsal_commands import REPOSITORY, booted
 
@@ -259,17 +259,27 @@ def test_a_host_whose_driver_satisfies_the_pins_is_not_touched(host: CudaHost) -
     assert host.untouched()
 
 
-def test_doctor_and_the_preflight_say_the_same_of_a_gpu_host(host: CudaHost, tmp_path: Path) -> None:
-    """With a stand-in for nvidia-smi that prints what users published; no card is on the bus, and no model there."""
+@pytest.fixture
+def mine(host: CudaHost, tmp_path: Path) -> Path:
+    """A copy of the example for eight RTX PRO 6000, made one's own, with a host that looks like such a one."""
     load_driver(host)
-    example = yaml.safe_load((REPOSITORY / "inventory/blackwell/rtx-pro-6000/group_vars/all/main.yml").read_text())
-    names = ("preflight_gpus", "preflight_cuda", "service_server_arguments", "models")
-    overlay = tmp_path / "gpu.yml"
-    variables = {name: example[name] for name in names}
-    overlay.write_text(json.dumps({"sglang_hosts": {"hosts": {"rehearsal-1": variables}}}))
-    inventories = ["--inventory=inventory/rehearsal", f"--inventory={overlay}"]
+    folder = tmp_path / "mine"
+    shutil.copytree(REPOSITORY / "inventory/blackwell/rtx-pro-6000", folder)
+    reached = f"rehearsal-1\n          ansible_ssh_common_args: -F {host.rehearsal.directory}/ssh_config"
+    hosts = folder / "hosts.yml"
+    hosts.write_text(hosts.read_text().replace("gpu-1.example.org", reached))
+    set_for_tests = {
+        "cuda_repository": f"http://127.0.0.1:{PORT}",
+        "cuda_key_fingerprint": host.fingerprint,
+        "acceptance_reports": str(tmp_path / "reports"),
+    }
+    (folder / "group_vars/all/tests.yml").write_text(json.dumps(set_for_tests))
+    return folder
 
-    done = host.rehearsal.fab("doctor", "--json", *inventories)
+
+def test_doctor_and_the_preflight_say_the_same_of_a_gpu_host(host: CudaHost, mine: Path) -> None:
+    """With a stand-in for nvidia-smi that prints what users published; no card is on the bus, and no model there."""
+    done = host.rehearsal.fab("doctor", "--json", f"--inventory={mine}")
     assert done.returncode == 1, done.stderr
     (entry,) = json.loads(done.stdout)["hosts"]
     states = {each["name"]: each["state"] for each in entry["checks"]}
@@ -278,10 +288,21 @@ def test_doctor_and_the_preflight_say_the_same_of_a_gpu_host(host: CudaHost, tmp
     assert {name: states[name] for name in good + more} == dict.fromkeys(good + more, "pass")
     assert (states["iommu"], states["acs"], states["target_path"]) == ("unknown", "unknown", "fail")
 
-    done = host.rehearsal.run_playbook("deploy.yml", "--tags", "preflight", *inventories)
+    done = host.rehearsal.run_playbook("deploy.yml", "--tags", "preflight", f"--inventory={mine}")
     assert done.returncode != 0
     for reason in entry["reasons"]:
         assert plain(reason) in plain(done.stdout)
+
+
+def test_a_deploy_of_the_example_in_check_mode_goes_through_and_touches_nothing(host: CudaHost, mine: Path) -> None:
+    """Accepted is what no rehearsal host has: the cards' place on the bus, the memory, the models."""
+    accepted = json.dumps({"preflight_accepted": ["memory", "iommu", "acs", "target_path", "draft_path"]})
+    done = host.rehearsal.run_playbook("deploy.yml", "--check", "--diff", "-e", accepted, f"--inventory={mine}")
+    assert done.returncode == 0, done.stdout
+    for planned in ("+DeviceAllow=char-nvidia*", "--tp-size 8", "+NCCL_P2P_LEVEL=SYS"):
+        assert planned in done.stdout
+    assert host.untouched()
+    assert host.sh("ls -d /opt/sglang /etc/systemd/system/sglang.service 2>/dev/null || true") == ""
 
 
 MAKE_SOURCES = r"""
