@@ -166,7 +166,7 @@ def _cards(gpus: Gpus, expected: Expected, rows: Sequence[nvidia_smi.Row]) -> It
         "gpu_persistence",
         not sleepy,
         f"off for GPU {', '.join(sleepy)}" if sleepy else "on",
-        "Enable nvidia-persistenced: without it each start initialises the cards anew.",
+        "Without it each start initialises the cards anew: playbooks/provision.yml switches it on, or nvidia-smi -pm 1.",
         otherwise=check.WARN,
     )
     yield _link(gpus, rows)
@@ -314,7 +314,7 @@ def _platform(facts: Facts, gpus: Gpus) -> Iterator[Check]:
             "fabric_manager",
             state == "active",
             state,
-            "Install and start nvidia-fabricmanager of exactly the driver's version.",
+            "Set cuda_fabric_manager and run playbooks/provision.yml: it must be of exactly the driver's version.",
         )
 
 
