@@ -166,7 +166,7 @@ def _cards(gpus: Gpus, expected: Expected, rows: Sequence[nvidia_smi.Row]) -> It
         "gpu_persistence",
         not sleepy,
         f"off for GPU {', '.join(sleepy)}" if sleepy else "on",
-        "Without it each start initialises the cards anew: playbooks/provision.yml switches it on, or nvidia-smi -pm 1.",
+        "Each start initialises the cards anew: playbooks/provision.yml switches it on, or nvidia-smi -pm 1.",
         otherwise=check.WARN,
     )
     yield _link(gpus, rows)

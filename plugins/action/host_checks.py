@@ -31,7 +31,9 @@ DOCUMENTATION = """
 
 def refusal(host: str, entry: dict[str, Any]) -> str:
     """What failed or is unknown, one line each."""
-    return "\n".join([f"{host} is not fit to serve. Nothing was touched.", *entry["reasons"]])
+    # A bare GPU host may have got its driver before.
+    first = f"{host} is not fit to serve. Nothing that serves was touched."
+    return "\n".join([first, *entry["reasons"], "Checks that are named in preflight_accepted only warn."])
 
 
 class ActionModule(ActionBase):  # type: ignore[misc]

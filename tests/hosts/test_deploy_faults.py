@@ -43,7 +43,7 @@ def test_a_port_that_another_program_uses_is_refused(target: Target, unharmed: S
         done = target.deploy(service_port=30009)
     assert done.returncode != 0
     assert "port 30009 is in use by stranger.service" in plain(done.stdout)
-    assert "Nothing was touched" in plain(done.stdout)
+    assert "Nothing that serves was touched" in plain(done.stdout)
 
 
 def test_a_disk_without_room_is_refused(target: Target, unharmed: State, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_eagle_in_place_of_eagle3_is_refused_before_anything_is_touched(target: 
     done = target.deploy(service_server_arguments=arguments)
     assert done.returncode != 0
     assert "LlamaForCausalLMEagle3 is for EAGLE3; speculative-algorithm is EAGLE" in plain(done.stdout)
-    assert "Nothing was touched" in plain(done.stdout)
+    assert "Nothing that serves was touched" in plain(done.stdout)
 
 
 def test_eagle_in_place_of_eagle3_is_refused_by_the_server_where_the_checks_are_overridden(target: Target) -> None:

@@ -282,7 +282,7 @@ def test_an_unfit_host_and_wrong_expectations_are_refused(tmp_path: Path, variab
     )  # fmt: skip
     assert status != 0
     assert reason in output
-    assert "Nothing was touched" in output
+    assert "was touched" in output
 
 
 @pytest.mark.parametrize("measured", [True, False])

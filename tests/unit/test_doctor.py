@@ -188,7 +188,7 @@ FAULTS = [
     ("gpu_ecc", GPUS, lambda old: old.replace("Enabled, 0, 5", "Disabled, [N/A], 5"), check.WARN, "nvidia-smi -e 1"),
     ("gpu_ecc", GPUS, lambda old: old.replace("Enabled, 0, 5", "Enabled, 3, 5", 1), check.FAIL, "3 on GPU 0"),
     ("gpu_mig", GPUS, lambda old: old.replace("Enabled, Disabled", "Enabled, Enabled", 1), check.FAIL, "on for GPU 0"),
-    ("gpu_persistence", GPUS, lambda old: old.replace("16, Enabled", "16, Disabled"), check.WARN, "persistenced"),
+    ("gpu_persistence", GPUS, lambda old: old.replace("16, Enabled", "16, Disabled"), check.WARN, "nvidia-smi -pm 1"),
     ("pcie_link", GPUS, lambda old: old.replace("5, 16, 16", "5, 8, 16", 1), check.FAIL, "GPU 0: generation 5 x8"),
     ("pcie_link", GPUS, lambda old: old.replace(" 5, 16, 16", " 4, 16, 16", 1), check.FAIL, "generation 4 x16"),
     ("topology", "nvidia/topology", "Failed to initialize NVML", check.UNKNOWN, "Failed to initialize NVML"),
