@@ -42,6 +42,11 @@ def test_the_kernels_are_those_that_sglang_asks_for_at_start(cuda: dict[str, str
     assert cuda["sglang-kernel"] == "0.4.2.post2"
 
 
+def test_the_table_of_versions_is_that_of_the_lock(cuda: dict[str, str]) -> None:
+    pinned = [cuda[name] for name in ("sglang", "flashinfer-python", "sglang-kernel", "torch")]
+    assert f"| {' | '.join(pinned)} | 13.0 |" in (LOCKS.parents[1] / "docs/gpu-host.md").read_text()
+
+
 def test_the_kernels_are_for_the_cuda_that_torch_is_built_for(cuda: dict[str, str]) -> None:
     """sglang-kernel 0.4.2.post2 on PyPI is built for CUDA 13, as torch 2.11.0 is; Blackwell needs 12.8 or newer."""
     assert cuda["torch"] == "2.11.0"
