@@ -125,7 +125,7 @@ def test_a_router_that_dies_comes_back_with_the_same_hosts(fleet: Fleet) -> None
     assert "smg_worker_health" in fleet.router.sh("curl --silent --fail http://127.0.0.1:30081/metrics")
     fleet.router.sh("systemctl kill --signal=KILL sglang-router")
     eventually(fleet.both_get_requests)
-    assert fleet.router.sh("systemctl show --property=NRestarts --value sglang-router") == "1"
+    assert fleet.router.sh("systemctl show --property=NRestarts --value sglang-router") != "0"
 
 
 def test_a_second_deploy_changes_nothing(fleet: Fleet) -> None:
@@ -142,7 +142,7 @@ def test_a_roll_in_check_mode_says_what_it_would_do_and_does_nothing(fleet: Flee
     done = fleet.deploy("--check", "--diff", threshold=3)
     assert done.returncode == 0, done.stdout
     assert plain(done.stdout).count("would serve on") == 2
-    assert all(int(count) > 0 for count in re.findall(r"rehearsal-[12] .* changed=(\d+)", done.stdout))
+    assert "0" not in [count for _, count in re.findall(r"(rehearsal-[12]) .* changed=(\d+)", done.stdout)]
     assert fleet.states() == before
     assert fleet.router.sh("cat /etc/sglang-router/workers") == workers
     assert fleet.both_get_requests()
@@ -185,24 +185,29 @@ def test_a_bad_release_is_gone_back_from_on_the_canary_alone_and_fails_no_reques
     assert fleet.both_get_requests()
 
 
-def test_a_roll_back_to_the_former_or_a_named_deployment_fails_no_request(fleet: Fleet) -> None:
+def test_a_roll_back_to_the_former_or_a_named_release_fails_no_request(fleet: Fleet) -> None:
     ids = [state.deployment for state in fleet.states()]
+    release = fleet.first.deployed()["release"]
     former = [target.sh(f"readlink {ROOT}/previous").rpartition("/")[2] for target in (fleet.first, fleet.second)]
     assert set(ids).isdisjoint(former)
     with fleet.traffic() as traffic:
-        for given, expected in ([], former), (["-e", f"rollback_to={ids[0]}"], ids):
+        for given, expected in ([], former), (["-e", f"rollback_to={release}"], ids):
             done = fleet.playbook("playbooks/rollback.yml", *given)
             assert done.returncode == 0, done.stdout
             assert [state.deployment for state in fleet.states()] == expected
             assert fleet.recorded(fleet.second)["deployment"] == expected[1]
             assert fleet.both_get_requests()
     unfailed(traffic)
+    done = fleet.playbook("playbooks/rollback.yml", "-e", f"rollback_to={former[1]}")
+    assert done.returncode != 0
+    assert f"rehearsal-1 has no deployment '{former[1]}', and none of a release of that name" in plain(done.stdout)
+    assert [state.deployment for state in fleet.states()] == ids
 
 
 def test_the_last_healthy_host_is_not_drained(fleet: Fleet) -> None:
     """Neither without a router: nothing of this host is touched."""
     before = fleet.first.state()
-    former = ("-e", f"rollback_to={fleet.first.sh(f'readlink {ROOT}/previous').rpartition('/')[2]}")
+    former = ("-e", "rollback_to=" + fleet.first.sh(f"readlink {ROOT}/previous").rpartition("/")[2])
     fleet.second.sh("systemctl stop sglang")
     eventually(lambda: sorted(fleet.workers().values()) == [False, True])
     done = fleet.playbook("playbooks/rollback.yml", "--limit=rehearsal-1", *former)

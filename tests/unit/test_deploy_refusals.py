@@ -189,6 +189,26 @@ def test_a_server_that_its_router_cannot_reach_is_refused(tmp_path: Path, given:
     assert "Cannot become root" not in output
 
 
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("", "has no former deployment"),
+        ("r9", "has no deployment 'r9', and none of a release of that name"),
+        ("r1", "has 2 deployments of the release 'r1'"),
+    ],
+)
+def test_a_roll_back_to_nothing_or_to_one_of_several_is_refused(tmp_path: Path, given: str, reason: str) -> None:
+    for name, release in {"d1": "r1", "d2": "r1", "d3": "r3"}.items():
+        folder = tmp_path / "sglang/deployments" / name
+        folder.mkdir(parents=True)
+        (folder / "deployment.json").write_text(json.dumps({"id": name, "release": release}))
+    host = f"gpu-1 {LOCAL} ansible_become=false release_root={tmp_path}/sglang"
+    status, output = deploy(tmp_path, "-e", f"rollback_to={given}", hosts=host, playbook="playbooks/rollback.yml")
+    assert status != 0
+    assert f"gpu-1 {reason}" in output
+    assert '{"d1": "r1", "d2": "r1", "d3": "r3"}. No host was touched.' in output
+
+
 @pytest.mark.parametrize("given", [(), ("-e", "purge=other")])
 def test_a_purge_that_does_not_name_the_service_is_refused(tmp_path: Path, given: tuple[str, ...]) -> None:
     status, output = deploy(tmp_path, *given, playbook="playbooks/purge.yml")
