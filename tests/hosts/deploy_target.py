@@ -101,7 +101,7 @@ class PlaybookUnderWay:
         raise AssertionError(f"it ended before the task '{task}':\n{self.output}")
 
     def kill(self) -> None:
-        """SIGKILL to the controller and all of its workers."""
+        """SIGKILL to the controller. A worker of it, in a session of its own, still ends the task that it is at."""
         os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self) -> int:
