@@ -12,7 +12,6 @@ from rehearsal_commands import REPOSITORY, Rehearsal, booted
 collect_ignore = [
     "test_calibration.py",
     "test_deployed_arms.py",
-    "test_release_sources.py",
     "test_rolling.py",
     "test_stage_faults.py",
 ]
