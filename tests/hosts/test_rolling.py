@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from deploy_target import ROOT, State, Target, eventually, plain
 from rehearsal_commands import BIN, REPOSITORY, Rehearsal
 from steady_traffic import Traffic, steady_traffic
@@ -63,9 +64,8 @@ class Fleet:
         done = self.rehearsal.run([BIN / "ansible", INVENTORY, target.host, "--module-name=ansible.builtin.setup",
                                    "--args=gather_subset=!all,!min,local"])  # fmt: skip
         assert done.returncode == 0, done.stdout
-        facts: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])["ansible_facts"]["ansible_local"]
-        recorded: dict[str, Any] = facts["specgate_sglang"]
-        return recorded
+        recorded: dict[str, Any] = yaml.safe_load(done.stdout.partition("=>")[2])["ansible_facts"]["ansible_local"]
+        return dict(recorded["specgate_sglang"])
 
 
 @pytest.fixture(scope="module")
