@@ -73,7 +73,9 @@ export GNUPGHOME=/var/lib/test-key && mkdir -p -m 700 $GNUPGHOME
 gpg --batch --quiet --passphrase '' --quick-generate-key test ed25519 sign never 2>/dev/null
 gpg --batch --quiet --clearsign --output InRelease Release
 gpg --batch --quiet --export >cuda-archive-keyring.gpg
-systemd-run --quiet --unit=repository python3 -m http.server --bind 127.0.0.1 --directory /srv/repository PORT
+printf '%s\n' '[Service]' 'ExecStart=python3 -m http.server --bind 127.0.0.1 --directory /srv/repository PORT' \
+  '[Install]' 'WantedBy=multi-user.target' >/etc/systemd/system/repository.service
+systemctl enable --quiet --now repository
 gpg --list-keys --with-colons | sed -n 's/^fpr:*\([0-9A-F]*\):$/\1/p' | head -n 1
 """
 
