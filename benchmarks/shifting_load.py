@@ -1,12 +1,13 @@
-"""A load that shifts between prompts of high and of low acceptance: the gate against speculation always on, always off.
+"""A load that shifts between requests of high and of low acceptance: the gate against speculation held on, held off.
 
     python benchmarks/shifting_load.py --limit rehearsal-1 --concurrency 1,4,16 --output DIR
 
 The host's server must be deployed with a gate, by `deploy.yml -e threshold=auto` or with a number. The arms are that
 server: its gate held open, held closed, and left to itself. Each arm answers the same requests, in closed loops of
-`--concurrency`: prompts of the shipped set, then as many of random tokens, and so on, in `--shifts` changes. At each
-level the arms take turns, another one first in each round. The last line is the summary by level: tok/s of each arm and
-kind, the gate's transitions, and gated / better of the two others, of all tokens over all time.
+`--concurrency`: prompts of the shipped set, answered greedily, then as many that are sampled so freely that the draft
+guesses hardly anything, and so on, in `--shifts` changes. At each level the arms take turns, another one first in each
+round. The last line is the summary by level: tok/s of each arm and kind, the gate's transitions, and gated / better of
+the two others, of all tokens over all time.
 """
 
 from __future__ import annotations
@@ -15,39 +16,36 @@ import argparse
 import asyncio
 import itertools
 import json
-import random
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 import httpx
 
-from diagnostics.connect import connect, tunnel
-from diagnostics.deployment import read_deployment, read_key
 from diagnostics.inventory import load_hosts
 from diagnostics.load import fit
 from diagnostics.prompts import load_prompts
 from diagnostics.server import Endpoint, api_client, gate_given_back, server_info, set_gate
+from diagnostics.tasks import with_server
 from diagnostics.traffic import TokenPrompt, closed_loop, summarise
 
 ARMS: dict[str, str | None] = {"open": "open", "closed": "closed", "gated": None}
 OUTPUT = 96
+FREELY = 3.0  # temperature: tokens are drawn nearly at random
 
 
 async def kinds(client: httpx.AsyncClient) -> dict[str, list[TokenPrompt]]:
-    """Prompts that the draft was trained on the like of, and prompts of random tokens of theirs."""
+    """Requests by kind: `greedy` ones are such as the draft was trained on, of `sampled` ones it guesses little."""
     fitting, _ = await fit(client, (await server_info(client)).model, load_prompts())
-    texts = [TokenPrompt(p.name, "text", p.input_ids, OUTPUT, ignore_eos=True) for p in fitting if p.kind == "chat"]
-    tokens = sorted({token for prompt in texts for token in prompt.input_ids})
-    numbers = random.Random(0)
-    noise = [
-        TokenPrompt(f"random-{n}", "random", tuple(numbers.choices(tokens, k=64)), OUTPUT, ignore_eos=True)
-        for n in range(64)
-    ]
-    return {"text": texts, "random": noise}
+    chat = [prompt for prompt in fitting if prompt.kind == "chat"]
+    return {
+        kind: [replace(p, kind=kind, max_tokens=OUTPUT, ignore_eos=True, temperature=temperature) for p in chat]
+        for kind, temperature in {"greedy": 0.0, "sampled": FREELY}.items()
+    }
 
 
 async def measure(client: httpx.AsyncClient, arm: str, concurrency: int, phases: list[list[TokenPrompt]]) -> Any:
@@ -103,8 +101,8 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     return levels
 
 
-async def run(endpoint: Endpoint, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All levels, rounds and arms; prints a line for each."""
+async def run(endpoint: Endpoint, options: argparse.Namespace) -> dict[str, Any]:
+    """All levels, rounds and arms, and their summary; prints a line for each."""
     records = []
     async with api_client(endpoint, timeout=600) as client, gate_given_back(client):
         found = await kinds(client)
@@ -120,7 +118,7 @@ async def run(endpoint: Endpoint, options: argparse.Namespace) -> list[dict[str,
                 for arm in names[number % 3 :] + names[: number % 3]:
                     records.append(await measure(client, arm, concurrency, phases) | {"round": number})
                     print(json.dumps(records[-1]), flush=True)
-    return records
+    return {"levels": summary(records), "records": records}
 
 
 def main() -> None:
@@ -135,15 +133,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     (host,) = load_hosts(options.inventory, options.limit)
-    with connect(host) as connection:
-        deployment = read_deployment(connection, host)
-        key = read_key(connection, host, deployment)
-    with tunnel(host, deployment.address, deployment.port) as opened:
-        records = asyncio.run(run(Endpoint(opened.socket, key), options))
-    document = {"simulation": deployment.simulation, "levels": summary(records)}
+    document = with_server(host, lambda endpoint: asyncio.run(run(endpoint, options)))
     options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "shifting_load.json").write_text(json.dumps(document | {"records": records}, indent=1))
-    print(json.dumps(document))
+    (options.output / "shifting_load.json").write_text(json.dumps(document, indent=1))
+    print(json.dumps({name: document[name] for name in ("simulation", "levels")}))
 
 
 if __name__ == "__main__":

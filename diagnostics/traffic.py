@@ -35,13 +35,17 @@ CPU_SHARE = 0.9  # of one core, which is all that a Python process can use
 
 @dataclass(frozen=True)
 class TokenPrompt:
-    """A prompt as the model reads it. ``ignore_eos``: answer with exactly ``max_tokens`` tokens."""
+    """A prompt as the model reads it. ``ignore_eos``: answer with exactly ``max_tokens`` tokens.
+
+    ``temperature``: 0 for the greedy answer; the higher it is, the less of the draft is accepted.
+    """
 
     name: str
     kind: str
     input_ids: tuple[int, ...]
     max_tokens: int
     ignore_eos: bool = False
+    temperature: float = 0
 
 
 @dataclass(frozen=True)
@@ -140,8 +144,12 @@ def accept_length(meta: dict[str, Any]) -> float | None:
 
 
 def generate_body(prompt: TokenPrompt, stream: bool) -> dict[str, Any]:
-    """Return a greedy request for ``/generate``."""
-    sampling = {"temperature": 0, "max_new_tokens": prompt.max_tokens, "ignore_eos": prompt.ignore_eos}
+    """Return a request for ``/generate``."""
+    sampling = {
+        "temperature": prompt.temperature,
+        "max_new_tokens": prompt.max_tokens,
+        "ignore_eos": prompt.ignore_eos,
+    }
     return {"input_ids": list(prompt.input_ids), "sampling_params": sampling, "stream": stream}
 
 
