@@ -7,6 +7,7 @@ import itertools
 import resource
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from diagnostics.traffic import (
     accept_length,
     arrivals,
     closed_loop,
+    generate_body,
     open_loop,
     percentiles,
     send,
@@ -60,6 +62,12 @@ def test_an_answer_tells_its_tokens_drafts_and_times(tmp_path: Path) -> None:
     assert (result.verify_steps, result.accepted_drafts) == (2, 4)
     assert result.first_token is not None
     assert 0 < result.first_token < result.end_to_end
+
+
+def test_a_request_is_greedy_unless_its_prompt_says_otherwise() -> None:
+    sampled = replace(prompt("plain"), temperature=3.0)
+    found = [generate_body(given, stream=True)["sampling_params"] for given in (prompt("plain"), sampled)]
+    assert [sampling["temperature"] for sampling in found] == [0, 3.0]
 
 
 def test_tokens_that_come_together_share_the_gap_before_them(tmp_path: Path) -> None:
