@@ -33,7 +33,6 @@ def target(target: Target) -> Iterator[Target]:
     yield target
     done = target.rehearsal.run_playbook("playbooks/rollback.yml", "-e", f"rollback_to={former}")
     assert done.returncode == 0, done.stdout
-    target.sh(f"rm -r {ROOT}/profiles")
 
 
 def auto(target: Target, *arguments: str, **differing: Any) -> list[str]:
