@@ -42,6 +42,12 @@ def test_the_kernels_are_those_that_sglang_asks_for_at_start(cuda: dict[str, str
     assert cuda["sglang-kernel"] == "0.4.2.post2"
 
 
+@pytest.mark.parametrize("lock", sorted(LOCKS.glob("sglang-*-c*.txt")), ids=lambda lock: lock.stem)
+def test_sglangs_metrics_know_the_routes_of_fastapi(lock: Path) -> None:
+    """From 0.137 on they do not, and /v1/loads answers 500: sgl-project/sglang#28887."""
+    assert tuple(map(int, pins(lock)["fastapi"].split("."))) < (0, 137)
+
+
 def test_the_table_of_versions_is_that_of_the_lock(cuda: dict[str, str]) -> None:
     pinned = [cuda[name] for name in ("sglang", "flashinfer-python", "sglang-kernel", "torch")]
     assert f"| {' | '.join(pinned)} | 13.0 |" in (LOCKS.parents[1] / "docs/gpu-host.md").read_text()
