@@ -11,7 +11,6 @@ from rehearsal_commands import REPOSITORY, Rehearsal, booted
 # Those that pass go from here, and with them the sentence "not shown yet" from the page about what they show.
 collect_ignore = [
     "test_calibration.py",
-    "test_deployed_arms.py",
     "test_rolling.py",
     "test_stage_faults.py",
 ]
