@@ -24,6 +24,7 @@ from diagnostics.load import fit
 from diagnostics.prompts import Prompt
 from diagnostics.server import Endpoint, ServerError, api_client, gate_given_back, server_info
 from diagnostics.sweep import (
+    MOST_UNCERTAIN,
     Cell,
     Limits,
     Sweep,
@@ -40,7 +41,6 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "files" / "spec_gat
 from spec_gate import profile as profiles
 
 SCHEMA = "specgate.calibration/1"
-MOST_UNCERTAIN = 0.1  # relative uncertainty of a break-even that still counts
 LEAST_MARGIN = 0.03  # the gate opens again where speculation gains this much at least
 LEAST_GAIN = 0.01  # what a second trigger must save of the time, on average
 ACCEPTANCE_CONCURRENCY = 4

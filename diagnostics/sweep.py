@@ -30,6 +30,7 @@ WINDOW_STEPS = 32  # the draft's sync comes every 32 closed steps by default: on
 SETTLE_STEPS = 3  # the switch itself, and the sync that opening needs, are no steps' cost
 MIN_PAIRS, MAX_PAIRS = 2, 7
 SURE = 0.02  # relative uncertainty of a break-even that more pairs need not lower
+MOST_UNCERTAIN = 0.1  # relative uncertainty of a break-even that still counts
 POLL_S = 0.02
 POOL_SHARE = 0.9  # of the KV pool: SGLang keeps some back for requests that run
 
@@ -224,6 +225,10 @@ class Sweep:
 
         for number, place in enumerate(cells):
             await measure(place, MIN_PAIRS)
+            if not cells[place].left_out and cells[place].uncertainty > MOST_UNCERTAIN:
+                # One of two was disturbed; a median of three does not mind it. Later the budget may be used up, and a
+                # cell that does not count is one that the gate has to guess.
+                await measure(place, 1)
             self._on_progress(number + 1, len(cells), _line(cells[place]))
         while time.monotonic() < deadline:
             unsure = [

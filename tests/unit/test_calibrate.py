@@ -123,7 +123,7 @@ class Server:
         self.forced: str | None = faults.get("forced")
         self.clock, self.steps = 0.0, {"open": 0, "closed": 0}
         self.batch = 0
-        self.context = 0
+        self.held: list[tuple[int, int]] = []  # requests and tokens of each batch
         self.tokens_left = 0.0
         self.ended = asyncio.Event()
         self.seen_forces: list[str | None] = []
@@ -131,7 +131,8 @@ class Server:
         self.task: asyncio.Task[Any] | None = None
 
     def cost(self, mode: str) -> float:
-        return 0.0002 if mode == "closed" else 0.0002 * (1 + self.batch / 4)
+        disturbed = self.held.count(self.held[-1]) == 1 and self.batch == self.faults.get("disturbed once")
+        return 0.0002 if mode == "closed" else 0.0002 * (1 + self.batch / 4) * (1.5 if disturbed else 1)
 
     def advance(self) -> None:
         if self.batch:
@@ -181,6 +182,7 @@ class Server:
         if body["sampling_params"]["max_new_tokens"] == 1:
             return httpx.Response(200, json=[])
         self.batch, self.ended = len(body["input_ids"]), asyncio.Event()
+        self.held.append((self.batch, len(body["input_ids"][0])))
         self.tokens_left = body["sampling_params"]["max_new_tokens"]
         assert len({tuple(ids) for ids in body["input_ids"]}) == self.batch
         await self.ended.wait()
@@ -253,6 +255,16 @@ def test_a_sweep_finds_the_costs_and_gives_the_gate_back() -> None:
     assert {"open", "closed"} <= set(server.seen_forces)
     assert len(lines) == 5
     assert lines[-1] == "5/5 batch 16, context 512: open 1.00 ms, closed 0.20 ms a step, 5.00 tokens to pay"
+
+
+def test_a_cell_that_was_disturbed_is_measured_once_more_before_longer_contexts() -> None:
+    server = Server(**{"disturbed once": 16})
+    document = run(server, contexts=[512, 2048], batches=[1, 4, 16])
+    (short,) = {tokens for batch, tokens in server.held if batch == 16}
+    (disturbed,) = [cell for cell in document["cells"] if cell["batch"] == 16]
+    assert (disturbed["pairs"], disturbed["uncertainty"], round(disturbed["break_even"], 3)) == (3, 0, 5.0)
+    assert server.held[:8] == [(1, short)] * 2 + [(4, short)] * 2 + [(16, short)] * 3 + [(1, server.held[7][1])]
+    assert server.held[7][1] > short
 
 
 @pytest.mark.parametrize("forced", ["open", "closed"])
