@@ -248,6 +248,7 @@ def test_once_the_driver_is_loaded_its_daemons_run(host: CudaHost) -> None:
     assert states.split() == ["active", "active", "enabled", "enabled"]
     assert host.sh("ls /run/persistence; cat /run/modprobe") == "/run/persistence\nib_umad"
     assert host.sh("cat /etc/modules-load.d/nvidia-specgate.conf").splitlines()[-1] == "ib_umad"
+    assert recap(host.provision("--check", "--diff").stdout)["changed"] == 0
 
 
 def test_a_host_whose_driver_satisfies_the_pins_is_not_touched(host: CudaHost) -> None:
