@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import signal
 import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rehearsal_commands import BIN, REPOSITORY, Rehearsal
+from rehearsal_commands import Rehearsal
 
 ROOT = "/opt/sglang"
 
@@ -83,13 +81,10 @@ class Target:
 
 
 class PlaybookUnderWay:
-    """A playbook that something happens to while it runs, as a process group of its own."""
+    """A playbook that something happens to while it runs."""
 
     def __init__(self, target: Target, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [BIN / "ansible-playbook", *arguments], cwd=REPOSITORY, env=target.rehearsal.environment, text=True,
-            start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        self.process = target.rehearsal.popen_playbook(*arguments)
         self.output = ""
 
     def run_until(self, task: str) -> None:
@@ -102,7 +97,7 @@ class PlaybookUnderWay:
 
     def kill(self) -> None:
         """SIGKILL to the controller. A worker of it, in a session of its own, still ends the task that it is at."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
 
     def end(self) -> int:
         """Wait until it has ended by itself; its status."""
