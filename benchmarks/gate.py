@@ -8,6 +8,8 @@ Simulated, every token is the same, so the figures say what a step costs, never 
 
 All servers are started at once and the arms take turns at each level: a machine that grows warm then favours none. An
 idle server takes no GPU time. One gated server gives three arms: forced closed, forced open, and by its threshold.
+`--alone` starts the gated servers first, one after the other: the time and the memory that each rank logs for the gate
+are then no other server's.
 `--no-extend` adds an arm that is closed and whose draft never sees the prompts: what deferring that could gain at most.
 
 Each worker of a closed loop sends 256 random tokens, waits for 128, and sends again. A round is all levels, and the
@@ -188,6 +190,7 @@ class Bench:
         arguments: list[str],
         port: int,
         no_extend: bool,
+        alone: bool,
         fields: dict[str, object],
     ) -> None:
         self.output, self.run, self.skip, self.fields = output, run, skip, fields
@@ -195,24 +198,27 @@ class Bench:
         self.plans = {plan.name: plan for plan in plans}
         self.records: list[dict] = []
         plain = without_speculation(arguments)
-        self.servers: dict[str, Server] = {}
-
-        def start(name: str, server_arguments: list[str], environment: dict[str, str]) -> None:
-            if name not in map(self.server_name, self.arms()):
-                return
-            self.servers[name] = Server(name, port + len(self.servers), server_arguments, output, environment)
-
-        start("base", plain, {})
-        start("basenoov", [*plain, "--disable-overlap-schedule"], {})
+        configured: dict[str, tuple[list[str], dict[str, str]]] = {
+            "base": (plain, {}),
+            "basenoov": ([*plain, "--disable-overlap-schedule"], {}),
+        }
         path = [*([str(patched.absolute())] if patched else []), os.environ.get("PYTHONPATH", "")]
         for plan in plans:
             acc = {"SGLANG_SIMULATE_ACC_LEN": str(plan.acc)} if plan.acc else {}
             shaped = [*arguments, *SHAPES[plan.name]]
-            start(plan.name, shaped, acc)
+            configured[plan.name] = (shaped, acc)
             gated = [*shaped, GATE, str(plan.threshold)]
-            start(f"{plan.name}-gate", gated, acc | {"PYTHONPATH": ":".join(path)})
+            configured[f"{plan.name}-gate"] = (gated, acc | {"PYTHONPATH": ":".join(path)})
             hooked = {"PYTHONPATH": ":".join([str(HOOKS), *path]), "WITHOUT_PROMPT_EXTEND": "1"}
-            start(f"{plan.name}-noextend", gated, acc | hooked)
+            configured[f"{plan.name}-noextend"] = (gated, acc | hooked)
+        names = [name for name in configured if name in map(self.server_name, self.arms())]
+        self.servers: dict[str, Server] = {}
+        for name in sorted(names, key=lambda name: "-" not in name) if alone else names:
+            began = time.monotonic()
+            server_arguments, environment = configured[name]
+            self.servers[name] = Server(name, port + len(self.servers), server_arguments, output, environment)
+            if alone and "-" in name and self.servers[name].wait(300):
+                print(f"{name} is up, alone, after {time.monotonic() - began:.0f} s", flush=True)
 
     def arms(self) -> list[str]:
         """The names of the arms, in the order in which they take turns."""
@@ -263,6 +269,7 @@ def main() -> None:
     )
     parser.add_argument("--ramp-seconds", type=float, default=1, help="of each level of a ramp")
     parser.add_argument("--no-extend", action="store_true", help="the arm SHAPE-noextend as well")
+    parser.add_argument("--alone", action="store_true", help="start the gated servers first, one after the other")
     parser.add_argument("--port", type=int, default=30100, help="of the first server; the others follow")
     parser.add_argument("--machine", help="recorded with each level, as is the number of ranks")
     parser.add_argument(
@@ -285,6 +292,7 @@ def main() -> None:
         arguments=arguments,
         port=options.port,
         no_extend=options.no_extend,
+        alone=options.alone,
         fields={"machine": options.machine, "tp": ranks(arguments)} if options.machine else {},
     )
     try:
