@@ -12,8 +12,9 @@ idle server takes no GPU time. One gated server gives three arms: forced closed,
 are then no other server's.
 `--no-extend` adds an arm that is closed and whose draft never sees the prompts: what deferring that could gain at most.
 
-Each worker of a closed loop sends 256 random tokens, waits for 128, and sends again. A round is all levels, and the
-ramps if there are any. With `--tp-size N` among SGLang's arguments each server takes N GPUs.
+Each worker of a closed loop sends 256 random tokens, waits for 128, and sends again; all send equally many requests. A
+round is all levels, and the ramps if there are any. With `--tp-size N` among SGLang's arguments each server takes N
+GPUs.
 """
 
 from __future__ import annotations
@@ -119,12 +120,20 @@ async def level(url: str, concurrency: int, seconds: float, ramp: list[int] | No
             meta = (await client.post(url + "/generate", json=body)).json()["meta_info"]
             done.append((time.perf_counter() - begun, meta))
 
+        rounds = 0
+
         async def worker(end: float) -> None:
-            while time.perf_counter() < end:
+            nonlocal rounds
+            sent = 0
+            # All send equally many: a last wave that some have no part in would count as a slow one.
+            while sent < rounds or time.perf_counter() < end:
+                sent += 1
+                rounds = max(rounds, sent)
                 await request()
 
         started = time.perf_counter()
         for workers in ramp or [concurrency]:
+            rounds = 0
             end = time.perf_counter() + seconds
             await asyncio.gather(*(worker(end) for _ in range(workers)))
         wall = time.perf_counter() - started
