@@ -35,6 +35,8 @@ STAGES = {
 # Where a stage writes, for a full disk.
 WRITES = {"model": "/srv/models", "switch": "/etc/systemd/system", "acceptance": "/etc/ansible"}
 FAULTS = ("kill", "power-off", "full-disk", "network-cut")
+# What the deploy says of it; a controller that was killed says nothing.
+SAID = {"power-off": "UNREACHABLE", "full-disk": "No space left on device", "network-cut": "UNREACHABLE"}
 IN_CI = {("patch", "kill"), ("switch", "power-off"), ("service", "full-disk"), ("acceptance", "network-cut")}
 CELLS = sorted(itertools.product(STAGES, FAULTS) if os.environ.get("STAGE_FAULTS") == "all" else IN_CI)
 NUMBERS = itertools.count(6)
@@ -123,6 +125,7 @@ def test_a_deploy_that_met_a_fault_converges_when_it_is_run_again(target: Target
             with met(fault, target, deploy):
                 status = deploy.end()
     assert status != 0, deploy.output
+    assert SAID.get(fault, "") in plain(deploy.output)
 
     # Nothing is lost: what served does so still, or again. From the switch on it may be the new deployment, but not
     # where the deploy itself could still go back.
