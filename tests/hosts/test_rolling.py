@@ -213,6 +213,7 @@ def test_the_last_healthy_host_is_not_drained(fleet: Fleet) -> None:
     done = fleet.playbook("playbooks/rollback.yml", "--limit=rehearsal-1", *former)
     assert done.returncode != 0
     assert "finds no other host healthy" in plain(done.stdout)
+    assert f"The former deployment {before.deployment} still serves: nothing had been switched." in plain(done.stdout)
     assert fleet.first.state() == before
     fleet.second.sh("systemctl start sglang")
     fleet.router.sh("systemctl stop sglang-router")
