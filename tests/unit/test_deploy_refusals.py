@@ -10,6 +10,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +209,41 @@ def test_a_roll_back_to_nothing_or_to_one_of_several_is_refused(tmp_path: Path, 
     assert status != 0
     assert f"gpu-1 {reason}" in output
     assert '{"d1": "r1", "d2": "r1", "d3": "r3"}. No host was touched.' in output
+
+
+def test_the_last_healthy_host_is_not_drained_nor_any_without_its_router(tmp_path: Path) -> None:
+    class Router(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            workers = [{"url": f"http://{host}", "id": host, "is_healthy": host == "a"} for host in ("a", "b")]
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps({"workers": workers}).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    def drain(play: str) -> str:
+        asked = {"router_hosts": ["front"], "router_worker": "http://a", "router_worker_key": ""}
+        role = {"name": "router", "tasks_from": "drain"}
+        tasks = [{"ansible.builtin.include_role": role, "vars": asked | {"router_batch": ["http://a"]}}]
+        (tmp_path / play).mkdir()
+        hosts = f"a {LOCAL}\nb {LOCAL}\n[sglang_router]\nfront {LOCAL}"
+        variables = f"router_port={server.server_address[1]}"
+        status, output = deploy(
+            tmp_path, "--limit=a", hosts=hosts, variables=variables, playbook=local_play(tmp_path / play, tasks)
+        )
+        assert status != 0
+        return output
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Router)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    output = drain("answers")
+    assert "a: the router on front finds no other host healthy" in output
+    assert "See to b first" in output
+    server.shutdown()
+    server.server_close()
+    assert "a: the router on front does not answer (" in drain("silent")
 
 
 @pytest.mark.parametrize("given", [(), ("-e", "purge=other")])
