@@ -91,6 +91,7 @@ CELL = document()["cells"][0]
         ({"schema": "specgate.profile/2"}, ["'specgate.profile/2'", "'specgate.profile/1'", "calibrate again"]),
         ({"id": "0" * 12}, ["000000000000", "was changed after it was made"]),
         ({"made": None}, ["has no made"]),
+        ({"why": None}, ["has no why"]),
         ({"key": {"host": "gpu-1"}}, ["no key", "devices"]),
         ({"key": KEY | {"speculative": {"num_steps": 3}}}, ["shape", "eagle_topk"]),
         ({"recommended": {"threshold": 3}}, ["recommends no", "low_mark"]),

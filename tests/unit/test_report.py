@@ -154,6 +154,7 @@ def test_the_latest_comparison_and_profile_are_shown_beside_the_deploy(tmp_path:
     html = page.render(facts)
     assert html.count("<svg") == 5  # the gate, three figures over the concurrency, the break-even
     assert "<th>gated / plain</th>" in html
+    assert "speculation pays below 9 requests." in html
 
 
 def test_a_figure_that_does_not_count_leaves_its_place_empty(tmp_path: Path) -> None:
