@@ -7,7 +7,7 @@ import pytest
 from deploy_target import State, Target
 from rehearsal_commands import REPOSITORY, Rehearsal, booted
 
-# Not passed yet as a whole; test_calibration.py alone, but not beside the others. `pytest tests/hosts/<name>` runs one.
+# Not passed yet as they are. `pytest tests/hosts/<name>` runs one.
 # Those that pass go from here, and with them the sentence "not shown yet" from the page about what they show.
 collect_ignore = [
     "test_calibration.py",
