@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
-from deploy_target import ROOT, State, Target, eventually, plain
+from deploy_target import ROOT, PlaybookUnderWay, State, Target, eventually, plain
 from rehearsal_commands import BIN, REPOSITORY, Rehearsal
 from steady_traffic import Traffic, steady_traffic
 
@@ -44,9 +44,9 @@ class Fleet:
     def deploy(self, *arguments: str, **extra: Any) -> subprocess.CompletedProcess[str]:
         return self.first.deploy(INVENTORY, *arguments, service_environment=ENVIRONMENT, **extra)
 
-    def begin_deploy(self, **extra: Any) -> subprocess.Popen[str]:
+    def roll_under_way(self, **extra: Any) -> PlaybookUnderWay:
         extra |= {"service_environment": ENVIRONMENT}
-        return self.rehearsal.popen_playbook(INVENTORY, "deploy.yml", "-e", json.dumps(extra), "--skip-tags=load")
+        return PlaybookUnderWay(self.first, INVENTORY, "deploy.yml", "-e", json.dumps(extra), "--skip-tags=load")
 
     def playbook(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self.rehearsal.run_playbook(INVENTORY, *arguments)
@@ -235,12 +235,12 @@ def test_the_last_healthy_host_is_not_drained(fleet: Fleet) -> None:
 
 def test_a_canary_that_loses_power_fails_no_request_and_the_same_deploy_puts_it_right(fleet: Fleet) -> None:
     second = fleet.second.state()
-    with fleet.traffic() as traffic:
-        roll = fleet.begin_deploy(threshold=4)
-        eventually(lambda: fleet.first.sh(f"readlink {ROOT}/current || true") != f"deployments/{second.deployment}")
-        fleet.rehearsal.ssh("sudo systemctl poweroff --force --force")
-        output = plain(roll.communicate()[0])
-    assert roll.returncode != 0
+    with fleet.traffic() as traffic, fleet.roll_under_way(threshold=4) as roll:
+        roll.run_until("service : Wait for an answer of /health")
+        fleet.rehearsal.ssh("sudo systemd-run --no-block systemctl poweroff --force --force")
+        status = roll.end()
+    output = plain(roll.output)
+    assert status != 0
     unfailed(traffic)
     assert "rehearsal-1 could not be reached any more while rehearsal-1 had its turn." in output
     assert "The routers send rehearsal-1 no requests" in output
