@@ -234,7 +234,7 @@ def test_the_last_healthy_host_is_not_drained(fleet: Fleet) -> None:
 
 
 def test_a_canary_that_loses_power_fails_no_request_and_the_same_deploy_puts_it_right(fleet: Fleet) -> None:
-    second = fleet.second.state()
+    first, second = fleet.states()
     with fleet.traffic() as traffic, fleet.roll_under_way(threshold=4) as roll:
         roll.run_until("service : Wait for an answer of /health")
         fleet.rehearsal.ssh("sudo systemd-run --no-block systemctl poweroff --force --force")
@@ -250,6 +250,7 @@ def test_a_canary_that_loses_power_fails_no_request_and_the_same_deploy_puts_it_
     done = fleet.deploy("--skip-tags=load", threshold=4)
     assert done.returncode == 0, done.stdout
     assert [target.deployed()["threshold"] for target in (fleet.first, fleet.second)] == [4, 4]
+    assert fleet.first.sh(f"readlink {ROOT}/previous") == f"deployments/{first.deployment}"
     assert fleet.both_get_requests()
 
 
