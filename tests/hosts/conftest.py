@@ -12,7 +12,6 @@ from rehearsal_commands import REPOSITORY, Rehearsal, booted
 collect_ignore = [
     "test_calibration.py",
     "test_rolling.py",
-    "test_stage_faults.py",
 ]
 
 
