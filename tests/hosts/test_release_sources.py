@@ -17,21 +17,11 @@ from typing import Any
 import pytest
 from deploy_target import ROOT, PlaybookUnderWay, State, Target, eventually, plain, recap
 from package_index import NAME, Index, Proxy, serving
-from rehearsal_commands import REPOSITORY, Rehearsal
+from rehearsal_commands import REPOSITORY
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
 
 WORKER = "sglang/srt/speculative/eagle_worker.py"
-
-
-@pytest.fixture(scope="module")
-def target(rehearsal_host: Rehearsal) -> Target:
-    """The host, with a deployment of the released SGLang that serves."""
-    target = Target(rehearsal_host)
-    if not target.is_healthy() or "source" in target.deployed():
-        done = target.deploy("--skip-tags", "load")
-        assert done.returncode == 0, done.stdout
-    return target
 
 
 class Fork:
