@@ -15,7 +15,7 @@ GPU_ONLY := sglang-kernel flashinfer-cubin flashinfer-python sgl-deep-gemm cuda-
 	cuda-python cuda-core cuda-bindings cuda-pathfinder nvidia-cusolver nvidia-cuda-nvrtc nvidia-nvtx
 
 .DEFAULT_GOAL := help
-.PHONY: help deploy test setup lint unit browser model host-up host-down lock wheelhouse clean
+.PHONY: help deploy test extended setup lint unit browser model host-up host-down lock wheelhouse clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,8 +23,12 @@ help: ## Show this list
 deploy: model host-up ## Set everything up, start a rehearsal host and deploy to it (threshold=5)
 	.venv/bin/ansible-playbook deploy.yml -e threshold=$(threshold)
 
-test: lint model browser ## Set everything up and run all tests: lint, unit, engine and hosts
+test: lint model browser ## Set everything up and run the linters and the tests: unit, browser, engine and hosts
 	.venv/bin/pytest
+
+extended: model ## Run the tests that `make test` leaves out: rolls of two hosts, sources of releases, faults in each stage
+	STAGE_FAULTS=all .venv/bin/pytest tests/hosts/test_rolling.py tests/hosts/test_release_sources.py \
+		tests/hosts/test_stage_faults.py
 
 setup: .venv/requirements.lock ## Make .venv, with the packages that requirements.lock pins
 
