@@ -38,7 +38,7 @@ def target(target: Target) -> Iterator[Target]:
 def auto(target: Target, *arguments: str, **differing: Any) -> list[str]:
     variables = {
         "threshold": "auto",
-        "calibration_budget": "60s",
+        "calibration_budget": "120s",
         "service_environment": ENVIRONMENT,
         "service_server_arguments": target.server_arguments() | {"enable-metrics": True},
     } | differing
