@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from deploy_target import ROOT, State, Target, eventually, plain
+from deploy_target import ROOT, PlaybookUnderWay, State, Target, eventually, plain
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
 
@@ -194,6 +194,19 @@ def test_one_killed_rank_of_two_ends_the_service_and_systemd_starts_both_again(t
     assert "all 2 ranks run the patched EAGLEWorker" in target.rehearsal.fab("verify-worker").stdout
     done = target.rehearsal.run_playbook("playbooks/rollback.yml", "-e", f"rollback_to={former}")
     assert done.returncode == 0, done.stdout
+
+
+def test_what_a_cut_off_deploy_switched_to_is_gone_back_from_when_its_second_run_fails(target: Target) -> None:
+    former = target.state().deployment
+    with PlaybookUnderWay(target, "deploy.yml", "-e", json.dumps({"threshold": 6})) as deploy:
+        deploy.run_until("acceptance : Run the diagnostics on the controller")
+        deploy.kill()
+    assert target.state().deployment != former
+    done = target.deploy("--skip-tags", "load", threshold=6, acceptance_accept_length_floor=99)
+    assert done.returncode != 0
+    assert f"The former deployment {former} was activated again and is ready" in plain(done.stdout)
+    assert target.state().deployment == former
+    assert target.rehearsal.fab("verify-worker").returncode == 0
 
 
 def test_a_roll_back_by_hand_and_back(target: Target) -> None:
