@@ -162,6 +162,9 @@ def test_a_roll_to_another_patch_and_threshold_fails_no_request(fleet: Fleet, an
         done = another_patch.deploy(threshold=3)
     assert done.returncode == 0, done.stdout
     unfailed(traffic)
+    # SGLang's own stop and the router's retries hide from clients that a host was not drained.
+    taken = re.findall(r"TASK \[router : Take the worker from the router\].*\n(\w+): \[(\S+)", done.stdout)
+    assert taken == [("changed", "rehearsal-1"), ("changed", "rehearsal-2")]
     commit = git(another_patch.rehearsal.checkout, "rev-parse", "HEAD")
     for target, state in zip((fleet.first, fleet.second), before, strict=True):
         deployed = target.deployed()

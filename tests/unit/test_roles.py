@@ -83,6 +83,30 @@ def test_no_task_is_polled(role: str) -> None:
         assert not re.search(r"^ *async:", path.read_text(), flags=re.MULTILINE), path
 
 
+def facts_set(tasks: list[dict]) -> set[str]:
+    """Variables that tasks set, in their blocks too."""
+    names: set[str] = set()
+    for task in tasks:
+        names |= {task["register"]} if "register" in task else set()
+        names |= set(task.get("ansible.builtin.set_fact", {}))
+        for part in ("block", "rescue", "always"):
+            names |= facts_set(task.get(part, []))
+    return names
+
+
+def blocks(tasks: list[dict]) -> list[dict]:
+    inner = [task for outer in tasks for part in ("block", "rescue", "always") for task in outer.get(part, [])]
+    return [task for task in tasks if "block" in task] + (blocks(inner) if inner else [])
+
+
+@pytest.mark.parametrize("path", sorted([*ROOT.glob("playbooks/tasks/*.yml"), *ROOT.glob("roles/*/tasks/*.yml")]))
+def test_no_block_changes_its_own_condition(path: Path) -> None:
+    """Each task of a block evaluates its `when` anew, so that the rest would be skipped."""
+    for block in blocks(yaml.safe_load(path.read_text()) or []):
+        changed = {name for name in facts_set([block]) if re.search(rf"\b{name}\b", str(block.get("when", "")))}
+        assert not changed, block["name"]
+
+
 @pytest.mark.parametrize("inventory", sorted(path.name for path in (ROOT / "inventory").iterdir()))
 def test_the_example_inventories_set_documented_variables_only(inventory: str) -> None:
     documented = {name for role in ROLES for name in options(role)}
