@@ -26,9 +26,9 @@ deploy: model host-up ## Set everything up, start a rehearsal host and deploy to
 test: lint model browser ## Set everything up and run the linters and the tests: unit, browser, engine and hosts
 	.venv/bin/pytest
 
-extended: model ## Run the tests that `make test` leaves out: rolls of two hosts, sources of releases, faults in each stage
-	STAGE_FAULTS=all .venv/bin/pytest tests/hosts/test_rolling.py tests/hosts/test_release_sources.py \
-		tests/hosts/test_stage_faults.py
+extended: model ## Run the tests that `make test` leaves out: arms, rolls of two hosts, sources of releases, all faults
+	STAGE_FAULTS=all .venv/bin/pytest tests/hosts/test_deployed_arms.py tests/hosts/test_rolling.py \
+		tests/hosts/test_release_sources.py tests/hosts/test_stage_faults.py
 
 setup: .venv/requirements.lock ## Make .venv, with the packages that requirements.lock pins
 
