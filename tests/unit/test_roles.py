@@ -120,12 +120,18 @@ def variables_read(text: str, path: Path) -> set[str]:
     return found
 
 
+def tasks_of_play(play: dict) -> list[dict]:
+    return [task for part in ("pre_tasks", "tasks", "post_tasks", "handlers") for task in play.get(part, [])]
+
+
 def blocks(tasks: list[dict]) -> list[dict]:
+    """The blocks of a file of tasks or plays, inner ones too."""
+    tasks = [task for entry in tasks for task in (tasks_of_play(entry) if "hosts" in entry else [entry])]
     inner = [task for outer in tasks for part in ("block", "rescue", "always") for task in outer.get(part, [])]
     return [task for task in tasks if "block" in task] + (blocks(inner) if inner else [])
 
 
-@pytest.mark.parametrize("path", sorted([*ROOT.glob("playbooks/tasks/*.yml"), *ROOT.glob("roles/*/tasks/*.yml")]))
+@pytest.mark.parametrize("path", sorted([*ROOT.glob("playbooks/**/*.yml"), *ROOT.glob("roles/*/tasks/*.yml")]))
 def test_no_block_changes_its_own_condition(path: Path) -> None:
     """Each task of a block, also one that is included there, evaluates `when` anew: the rest would be skipped."""
     for block in blocks(yaml.safe_load(path.read_text()) or []):
