@@ -233,12 +233,12 @@ def load_driver(host: CudaHost) -> None:
 
 
 def test_once_the_driver_is_loaded_its_daemons_run(host: CudaHost) -> None:
-    """Of a host that turns out to have switches behind network cards. No module is loaded: modprobe is a stand-in."""
+    """Of a host that turns out to have switches behind network cards. No module is loaded: there are stand-ins."""
     load_driver(host)
-    host.sh("printf '#!/bin/sh\\necho \"$@\" >>/run/modprobe\\n' >/usr/local/sbin/modprobe; "
-            "chmod +x /usr/local/sbin/modprobe")  # fmt: skip
+    host.sh("cd /usr/local/sbin; for name in modprobe nvidia-modprobe; do "
+            "printf '#!/bin/sh\\necho \"$@\" >>/run/%s\\n' $name >$name; chmod +x $name; done")  # fmt: skip
     done = host.provision(cuda_fabric_manager=True)
-    host.sh("rm /usr/local/sbin/modprobe")
+    host.sh("rm /usr/local/sbin/modprobe /usr/local/sbin/nvidia-modprobe")
     assert done.returncode == 0, done.stdout
     assert "must be rebooted" not in plain(done.stdout)
     assert host.installed()["nvidia-fabricmanager"] == (f"{DRIVER}-1", True)
@@ -247,7 +247,9 @@ def test_once_the_driver_is_loaded_its_daemons_run(host: CudaHost) -> None:
     states = host.sh(f"systemctl is-active {units}; systemctl is-enabled {units}")
     assert states.split() == ["active", "active", "enabled", "enabled"]
     assert host.sh("ls /run/persistence; cat /run/modprobe") == "/run/persistence\nib_umad"
-    assert host.sh("cat /etc/modules-load.d/nvidia-specgate.conf").splitlines()[-1] == "ib_umad"
+    assert host.sh("cat /run/nvidia-modprobe") == "--unified-memory --create-nvidia-device-file=0"
+    modules = host.sh("cat /etc/modules-load.d/nvidia-specgate.conf").splitlines()
+    assert modules[1:] == ["nvidia-uvm", "ib_umad"]
     assert recap(host.provision("--check", "--diff").stdout)["changed"] == 0
 
 
@@ -298,7 +300,9 @@ def test_doctor_and_the_preflight_say_the_same_of_a_gpu_host(host: CudaHost, min
 
 
 def test_a_deploy_of_the_example_in_check_mode_goes_through_and_touches_nothing(host: CudaHost, mine: Path) -> None:
-    """Accepted is what no rehearsal host has: the cards' place on the bus, the memory, the models."""
+    """Accepted is what no rehearsal host has: the cards' place on the bus, the memory, the models. Debian's packages
+    cannot be had there, so what compiles is a stand-in too."""
+    host.sh("install -D --mode=755 /bin/true /usr/local/bin/g++; install -D /dev/null /usr/include/python3.11/Python.h")
     accepted = json.dumps({"preflight_accepted": ["memory", "iommu", "acs", "target_path", "draft_path"]})
     done = host.rehearsal.run_playbook("deploy.yml", "--check", "--diff", "-e", accepted, f"--inventory={mine}")
     assert done.returncode == 0, done.stdout
