@@ -20,6 +20,7 @@ INTERNAL = {
     "acceptance_expect_transitions",
     "bandwidth_units",
     "cuda_units",
+    "preflight_router",
     "router_batch",
     "router_hosts",
     "router_worker",

@@ -19,9 +19,14 @@ NAMES = (*machine.NAMES, *cards.NAMES, *models.NAMES)
 def judge(
     facts: Facts, expected: Expected, read_source: Callable[[str], Facts | None] = lambda path: None
 ) -> list[Check]:
-    """Judge a host. `read_source` reads the model that a deploy would bring to a path (see `models.judge`)."""
-    arguments = facts["deployed_arguments"] or expected.arguments
+    """Judge a host. `read_source` reads the model that a deploy would bring to a path (see `models.judge`).
+
+    For a router the machine alone is judged.
+    """
     found = [*machine.judge(facts, expected)]
+    if expected.router:
+        return check.accept(found, expected.accepted)
+    arguments = facts["deployed_arguments"] or expected.arguments
     memory = None
     if expected.gpus is None:
         there = f"; the host has {len(facts['nvidia']['pci_gpus'])}" if facts["nvidia"]["pci_gpus"] else ""

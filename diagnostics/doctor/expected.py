@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 ROLES = Path(__file__).resolve().parents[2] / "roles"
+ROUTER_UNIT = "sglang-router.service"
 
 VARIABLES = (
     "preflight_architectures",
@@ -21,6 +22,8 @@ VARIABLES = (
     "release_disk_mb",
     "service_name",
     "service_port",
+    "router_port",
+    "router_metrics_port",
     "service_server_arguments",
     "model_sources",
 )
@@ -42,7 +45,11 @@ class Gpus:
 
 @dataclass(frozen=True)
 class Expected:
-    """The values of VARIABLES. ``gpus`` is None where the server runs without one (``device: cpu``)."""
+    """The values of VARIABLES, for the server or the router of a host.
+
+    ``gpus`` is None where the service runs without one: a server with ``device: cpu``, and each router. ``ports`` maps a
+    variable to the port that it names, which ``unit`` may hold.
+    """
 
     architectures: Sequence[str]
     memory_mb: int
@@ -52,7 +59,8 @@ class Expected:
     release_root: str
     release_disk_mb: int
     unit: str
-    port: int
+    ports: Mapping[str, int]
+    router: bool
     arguments: Mapping[str, Any]
     model_sources: Mapping[str, str]
 
@@ -65,18 +73,20 @@ class Expected:
 def defaults() -> dict[str, Any]:
     """The defaults of VARIABLES, from the roles."""
     found: dict[str, Any] = {}
-    for role in ("preflight", "release", "service", "model"):
+    for role in ("preflight", "release", "service", "model", "router"):
         found |= yaml.safe_load((ROLES / role / "defaults/main.yml").read_text(encoding="utf-8")) or {}
     return {name: found[name] for name in VARIABLES if name in found}
 
 
-def from_variables(given: Mapping[str, Any]) -> Expected:
+def from_variables(given: Mapping[str, Any], router: bool = False) -> Expected:
     """Take the variables of a host, as a play or the inventory has them; one that is None or missing has its default.
 
-    Numbers may be texts, as ``-e`` gives them.
+    Numbers may be texts, as ``-e`` gives them. Of a router's host neither GPUs nor models are expected, though the group
+    that it shares with the servers may name them.
     """
     values = defaults() | {name: given[name] for name in VARIABLES if given.get(name) is not None}
-    arguments = values["service_server_arguments"]
+    arguments = {} if router else values["service_server_arguments"]
+    ports = ("router_port", "router_metrics_port") if router else ("service_port",)
     gpus = {name: value for name, value in values["preflight_gpus"].items() if value is not None}
     gpus.setdefault("count", arguments.get("tp-size", 1))
     for name in ("count", "memory_mb", "pcie_generation", "pcie_width"):
@@ -86,12 +96,13 @@ def from_variables(given: Mapping[str, Any]) -> Expected:
         architectures=values["preflight_architectures"],
         memory_mb=int(values["preflight_memory_mb"]),
         cuda=str(values["preflight_cuda"]),
-        gpus=None if arguments.get("device") == "cpu" else Gpus(**gpus),
+        gpus=None if router or arguments.get("device") == "cpu" else Gpus(**gpus),
         accepted=values["preflight_accepted"],
         release_root=str(values["release_root"]),
         release_disk_mb=int(values["release_disk_mb"]),
-        unit=f"{values['service_name']}.service",
-        port=int(values["service_port"]),
+        unit=ROUTER_UNIT if router else f"{values['service_name']}.service",
+        ports={name: int(values[name]) for name in ports},
+        router=router,
         arguments=arguments,
         model_sources={str(source["dest"]): str(source["src"]) for source in values["model_sources"]},
     )
@@ -101,7 +112,7 @@ def request(expected: Expected, deployment_path: str | None = None) -> dict[str,
     """What the collector is asked to read on the host."""
     return {
         "release_root": expected.release_root,
-        "ports": [expected.port],
+        "ports": list(expected.ports.values()),
         "models": expected.models(),
         "deployment_path": deployment_path,
     }

@@ -63,7 +63,7 @@ def judge(facts: Facts, expected: Expected) -> Iterator[Check]:
         otherwise=check.WARN,  # the role release refuses where one must be built
     )
     yield _clock(facts)
-    yield _port(facts["listeners"].get(str(expected.port)), expected)
+    yield _port(facts["listeners"], expected)
 
 
 def _distribution(os: Mapping[str, str]) -> Check:
@@ -138,23 +138,25 @@ def _clock(facts: Facts) -> Check:
     )
 
 
-def _port(listeners: Sequence[Mapping[str, Any]] | None, expected: Expected) -> Check:
-    name = "port"
-    if listeners is None:
-        return check.unknown(name, "`ss` did not tell who listens", "Install iproute2 on the host.")
-    strangers = [
-        f"{each['unit'] or 'no unit'} {each['pid']} {each['program']}"
-        if each["pid"] is not None
-        else "a listener whose process is not visible"
-        for each in listeners
-        if each["unit"] != expected.unit
-    ]
-    if strangers:
-        found = f"port {expected.port} is in use by {'; '.join(strangers)} (unit, process id, program)"
-        return Check(
-            name,
-            check.FAIL,
-            f"{found}, not by {expected.unit}",
-            "Stop that program or set service_port to a free port.",
-        )
-    return check.passed(name, f"{expected.port} is {'the service' + chr(39) + 's' if listeners else 'free'}")
+def _port(listeners: Mapping[str, Sequence[Mapping[str, Any]] | None], expected: Expected) -> Check:
+    name, taken, told = "port", [], []
+    for port in expected.ports.values():
+        found = listeners[str(port)]
+        if found is None:
+            return check.unknown(name, "`ss` did not tell who listens", "Install iproute2 on the host.")
+        strangers = [
+            f"{each['unit'] or 'no unit'} {each['pid']} {each['program']}"
+            if each["pid"] is not None
+            else "a listener whose process is not visible"
+            for each in found
+            if each["unit"] != expected.unit
+        ]
+        if strangers:
+            taken.append(f"port {port} is in use by {'; '.join(strangers)}")
+        told.append(f"{port} is {'the service' + chr(39) + 's' if found else 'free'}")
+    return check.judged(
+        name,
+        not taken,
+        f"{', '.join(taken)} (unit, process id, program), not by {expected.unit}" if taken else ", ".join(told),
+        f"Stop that program or set {' or '.join(expected.ports)} to a free port.",
+    )

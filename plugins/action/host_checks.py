@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible.errors import AnsibleActionFail
+from ansible.module_utils.parsing.convert_bool import boolean
 from ansible.plugins.action import ActionBase
 
 # Ansible loads plug-ins by their files: the project's own packages are not importable by themselves.
@@ -20,31 +21,35 @@ from diagnostics.doctor import check, checks, doctor, expected
 
 DOCUMENTATION = """
     name: host_checks
-    short_description: Refuses a host that is not fit to serve
+    short_description: Refuses a host that is not fit to serve, or to run the router
     description:
       - Runs the collector of C(diagnostics/doctor) on the host, in check mode too, and judges what it read. Changes
         nothing. Fails when a check failed or could not be made, with each of them and what to do.
       - Compares with the host's variables; one that is not set has its role's default.
-    options: {}
+    options:
+      router:
+        description: Judges the machine alone, and the ports of the router, which needs neither a GPU nor a model.
+        type: bool
+        default: false
 """
 
 
-def refusal(host: str, entry: dict[str, Any]) -> str:
+def refusal(host: str, service: str, entry: dict[str, Any]) -> str:
     """What failed or is unknown, one line each."""
     # A bare GPU host may have got its driver before.
-    first = f"{host} is not fit to serve. Nothing that serves was touched."
+    first = f"{host} is not fit to {service}. Nothing that serves was touched."
     return "\n".join([first, *entry["reasons"], "Checks that are named in preflight_accepted only warn."])
 
 
 class ActionModule(ActionBase):  # type: ignore[misc]
-    _VALID_ARGS = frozenset[str]()
+    _VALID_ARGS = frozenset({"router"})
     _supports_check_mode = True
     _requires_connection = True
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         super().run(tmp, task_vars)
         variables = task_vars or {}
-        wanted = self._expected(variables)
+        wanted = self._expected(variables, boolean(self._task.args.get("router", False)))
         command = f"python3 -I - {shlex.quote(json.dumps(expected.request(wanted)))}"
         answer = self._low_level_execute_command(command, in_data=doctor.COLLECTOR.read_bytes())
         try:
@@ -56,13 +61,14 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         result = {"changed": False, "failed": not entry["ok"], "state": entry["state"]}
         if entry["ok"]:
             return result | {"all": shown, "warnings_found": notable}
+        service = "run the router" if wanted.router else "serve"
         # Ansible prints the whole result of a task that failed: the message has what is needed.
-        return result | {"msg": refusal(variables["inventory_hostname"], entry)}
+        return result | {"msg": refusal(variables["inventory_hostname"], service, entry)}
 
-    def _expected(self, variables: dict[str, Any]) -> expected.Expected:
+    def _expected(self, variables: dict[str, Any], router: bool) -> expected.Expected:
         given = {name: self._templar.template(variables[name]) for name in expected.VARIABLES if name in variables}
         try:
-            wanted = expected.from_variables(given)
+            wanted = expected.from_variables(given, router)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise AnsibleActionFail(
                 f"The variables of the checks cannot be used: {error}. Nothing was touched."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -267,7 +268,7 @@ def local_play(tmp_path: Path, tasks: list[dict], **play: Any) -> Path:
     """A playbook of `tasks` that finds the files of playbooks/, to run on this machine without root."""
     for name in ("tasks", "templates"):
         (tmp_path / name).symlink_to(ROOT / "playbooks" / name)
-    play |= {"hosts": "sglang_hosts", "gather_facts": False, "any_errors_fatal": True, "tasks": tasks}
+    play = {"hosts": "sglang_hosts", "gather_facts": False, "any_errors_fatal": True, "tasks": tasks} | play
     playbook = tmp_path / "playbook.yml"
     playbook.write_text(yaml.safe_dump([play], sort_keys=False))
     return playbook
@@ -340,6 +341,65 @@ def test_an_unfit_host_and_wrong_expectations_are_refused(tmp_path: Path, variab
     assert status != 0
     assert reason in output
     assert "was touched" in output
+
+
+ROUTER_FACTS = {
+    "schema": "specgate.host_facts/1",
+    "init": "systemd",
+    "os": {"ID": "debian", "VERSION_ID": "12", "PRETTY_NAME": "Debian 12"},
+    "architecture": "x86_64",
+    "kernel": "6.1.0-40-amd64",
+    "container": "",
+    "memory": {"MemTotal": 2 << 20, "HugePages_Total": 0},
+    "transparent_huge_pages": "always [madvise] never",
+    "disk": {"path": "/opt", "free": 4 << 30},
+    "listeners": {"30080": [{"pid": 7, "program": "python", "unit": "sglang-router.service"}], "30081": []},
+    "clock": "yes",
+    "reboot_required": False,
+    "deployed_arguments": None,
+    "models": {},
+    "problems": [],
+}
+STRANGER = {"30080": [], "30081": [{"pid": 8, "program": "nginx", "unit": "nginx.service"}]}
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({}, ""),
+        ({"listeners": STRANGER}, "port 30081 is in use by nginx.service 8 nginx (unit, process id, program), not by"),
+        ({"memory": {"MemTotal": 1 << 18}}, "preflight_memory_mb asks for 512 MiB"),
+    ],
+)
+def test_a_routers_host_needs_neither_gpus_nor_models(tmp_path: Path, facts: dict[str, Any], reason: str) -> None:
+    """The group of the Blackwell example names GPUs, CUDA and models for all hosts. The facts are put in for python3."""
+    (tmp_path / "facts.json").write_text(json.dumps(ROUTER_FACTS | facts))
+    programs = {"python3": f"exec cat {tmp_path}/facts.json", "id": "echo 0"}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    tasks = yaml.safe_load((ROOT / "playbooks/tasks/check_router.yml").read_text())
+    playbook = local_play(tmp_path, tasks, hosts="sglang_router")
+    inventory = tmp_path / "mine"
+    shutil.copytree(ROOT / "inventory/blackwell/rtx-pro-6000", inventory)
+    hosts = yaml.safe_load((inventory / "hosts.yml").read_text())
+    local = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable}
+    hosts["all"]["children"]["sglang_router"] = {"hosts": {"router-1": local}}
+    (inventory / "hosts.yml").write_text(yaml.safe_dump(hosts))
+    done = subprocess.run(
+        [Path(sys.executable).with_name("ansible-playbook"), "-i", inventory, playbook],
+        cwd=ROOT,
+        env=os.environ | {
+            "ANSIBLE_NOCOLOR": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}", "ANSIBLE_ROLES_PATH": f"{ROOT}/roles"
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )  # fmt: skip
+    output = " ".join(done.stdout.split())
+    assert (done.returncode == 0) == (reason == ""), output
+    assert reason in output
 
 
 @pytest.mark.parametrize("measured", [True, False])

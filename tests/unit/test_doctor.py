@@ -354,7 +354,7 @@ def test_an_answer_that_is_no_facts_is_a_host_without_an_answer(output: str) -> 
 
 def test_variables_have_the_roles_defaults_and_may_be_texts() -> None:
     wanted = expected.from_variables({"service_port": "30001", "preflight_memory_mb": None})
-    assert (wanted.port, wanted.memory_mb, wanted.unit) == (30001, 4096, "sglang.service")
+    assert (wanted.ports, wanted.memory_mb, wanted.unit) == ({"service_port": 30001}, 4096, "sglang.service")
     assert set(expected.defaults()) == set(expected.VARIABLES)
 
 
