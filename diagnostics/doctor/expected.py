@@ -47,7 +47,7 @@ class Gpus:
 class Expected:
     """The values of VARIABLES, for the server or the router of a host.
 
-    ``gpus`` is None where the service runs without one: a server with ``device: cpu``, and each router. ``ports`` maps a
+    ``gpus`` is None where the service runs without one: a server with ``device: cpu``, each router. ``ports`` maps a
     variable to the port that it names, which ``unit`` may hold.
     """
 
@@ -81,7 +81,7 @@ def defaults() -> dict[str, Any]:
 def from_variables(given: Mapping[str, Any], router: bool = False) -> Expected:
     """Take the variables of a host, as a play or the inventory has them; one that is None or missing has its default.
 
-    Numbers may be texts, as ``-e`` gives them. Of a router's host neither GPUs nor models are expected, though the group
+    Numbers may be texts, as ``-e`` gives them. Of a router's host no GPUs and no models are expected, though the group
     that it shares with the servers may name them.
     """
     values = defaults() | {name: given[name] for name in VARIABLES if given.get(name) is not None}

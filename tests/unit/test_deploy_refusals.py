@@ -372,7 +372,7 @@ STRANGER = {"30080": [], "30081": [{"pid": 8, "program": "nginx", "unit": "nginx
     ],
 )
 def test_a_routers_host_needs_neither_gpus_nor_models(tmp_path: Path, facts: dict[str, Any], reason: str) -> None:
-    """The group of the Blackwell example names GPUs, CUDA and models for all hosts. The facts are put in for python3."""
+    """The Blackwell example names GPUs, CUDA and models for all hosts. A stand-in for python3 tells the facts."""
     (tmp_path / "facts.json").write_text(json.dumps(ROUTER_FACTS | facts))
     programs = {"python3": f"exec cat {tmp_path}/facts.json", "id": "echo 0"}
     for name, text in programs.items():
