@@ -338,7 +338,7 @@ def test_bandwidth_is_measured_where_nothing_serves_and_saved_by_host(host: Cuda
     done = measure()
     host.sh("systemctl stop sglang")
     assert done.returncode != 0
-    assert "sglang.service runs, and would be measured as well as disturbed" in plain(done.stdout)
+    assert "serves (sglang.service), and it would be measured as well as disturbed" in plain(done.stdout)
 
     done = measure()
     assert done.returncode == 0, done.stdout

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -24,6 +27,19 @@ PROPRIETARY = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {DRIVER}  Thu Ap
 EXPRESSION = "{{ [_cuda_distribution in _cuda_distributions, _cuda_wanted, _cuda_is_ours, _cuda_reboot_reasons] }}"
 
 
+def play(
+    tmp_path: Path, hosts: dict, variables: dict, tasks: list[dict], **more: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run tasks on this machine, as if it were each of the hosts."""
+    inventory, playbook = tmp_path / "hosts.json", tmp_path / "play.yml"
+    inventory.write_text(json.dumps({"sglang_hosts": {"hosts": hosts, "vars": {"ansible_connection": "local"}}}))
+    variables |= {"ansible_python_interpreter": sys.executable}
+    playbook.write_text(json.dumps([{"hosts": "all", "gather_facts": False, "vars": variables, "tasks": tasks} | more]))
+    command = [Path(sys.executable).with_name("ansible-playbook"), "-i", inventory, playbook]
+    environment = os.environ | {"ANSIBLE_ROLES_PATH": f"{ROOT}/roles", "ANSIBLE_NOCOLOR": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
 def evaluate(tmp_path: Path, hosts: dict[str, dict]) -> dict[str, list]:
     """The role's variables for hosts with these facts and findings."""
     defaults = yaml.safe_load((ROOT / "roles/cuda/defaults/main.yml").read_text())
@@ -31,14 +47,9 @@ def evaluate(tmp_path: Path, hosts: dict[str, dict]) -> dict[str, list]:
     for name, given in hosts.items():
         facts = FACTS[given.pop("on")] | {"architecture": "x86_64", "kernel": "6.8.0-90-generic"}
         hosts[name] = defaults | found | {"_cuda_hmm": {}, "facts": facts} | given
-    inventory, playbook = tmp_path / "hosts.json", tmp_path / "play.yml"
-    inventory.write_text(json.dumps({"all": {"hosts": hosts, "vars": {"ansible_connection": "local"}}}))
     write = {"content": EXPRESSION, "dest": str(tmp_path / "{{ inventory_hostname }}")}
-    variables = {"ansible_python_interpreter": sys.executable, "ansible_facts": "{{ facts }}"}
     tasks = [{"include_vars": str(ROOT / "roles/cuda/vars/main.yml")}, {"copy": write}]
-    playbook.write_text(json.dumps([{"hosts": "all", "gather_facts": False, "vars": variables, "tasks": tasks}]))
-    command = [Path(sys.executable).with_name("ansible-playbook"), "-i", inventory, playbook]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = play(tmp_path, hosts, {"ansible_facts": "{{ facts }}"}, tasks)
     assert done.returncode == 0, done.stdout
     return {name: json.loads((tmp_path / name).read_text()) for name in hosts}
 
@@ -94,3 +105,46 @@ def test_what_is_installed_where(tmp_path: Path) -> None:
     ]
     assert found["not rebooted"][3] == [f"the loaded driver is none, installed is {DRIVER}"]
     assert found["without hmm"][3] == ["nvidia_uvm was loaded without uvm_disable_hmm=1"]
+
+
+SYSTEMCTL = """shift
+for unit; do case " $ACTIVE " in *" $unit "*) echo active ;; *) echo inactive ;; esac; done"""
+REBOOT, DRIVERS, BANDWIDTH = ("cuda", "reboot"), ("cuda", "refuse"), ("bandwidth", "main")
+
+
+def test_what_needs_idle_gpus_is_refused_while_anything_uses_them(tmp_path: Path) -> None:
+    """Another service of the machine too, and a process of nobody's. systemctl, find and nvidia-smi are stand-ins."""
+    for name, text in {"systemctl": SYSTEMCTL, "find": 'printf %s "$OPENED"', "nvidia-smi": "echo 0"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    process, beside = {"opened": "/proc/71/fd/9\n/proc/71/fd/10\n"}, {"active": "beside.service"}
+    cases = {
+        "idle": (REBOOT, {}, None),
+        "elsewhere": (REBOOT, {"active": "elsewhere.service"}, None),
+        "reboot-1": (REBOOT, {"active": "own.service"}, "own.service"),
+        "reboot-2": (REBOOT, beside, "beside.service"),
+        "reboot-3": (REBOOT, process, "process 71"),
+        "driver-1": (DRIVERS, beside, "beside.service"),
+        "driver-2": (DRIVERS, process, "process 71"),
+        "measured-1": (BANDWIDTH, beside, "beside.service"),
+        "measured-2": (BANDWIDTH, process, "process 71"),
+    }
+    hosts: dict[str, dict[str, Any]] = {"another": {"service_name": "elsewhere", "ansible_host": "10.0.0.99"}}
+    for number, (name, ((role, tasks), use, _)) in enumerate(cases.items()):
+        here = {"ansible_host": f"10.0.0.{number}"}
+        hosts[name] = here | {"service_name": "own", "role": role, "tasks": tasks, "active": "", "opened": ""} | use
+        hosts[f"beside-{name}"] = here | {"service_name": "beside"}
+    variables = {
+        "cuda_driver_version": DRIVER, "cuda_reboot_allowed": True, "cuda_disable_hmm": True,
+        "_cuda_module": module(OPEN), "_cuda_hmm": module("N"), "_cuda_driver_due": "{{ tasks == 'refuse' }}",
+        "ansible_facts": FACTS["debian12"], "bandwidth_folder": str(tmp_path),
+    }  # fmt: skip
+    include = {"include_role": {"name": "{{ role }}", "tasks_from": "{{ tasks }}"}, "when": "role is defined"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ACTIVE": "{{ active }}", "OPENED": "{{ opened }}"}
+    done = play(tmp_path, hosts, variables, [include], environment=environment)
+    output = " ".join(done.stdout.split())
+    refused = dict(re.findall(r"([\w-]+) serves \((.*?)\), and", output))
+    assert "must be rebooted: nvidia_uvm was loaded without uvm_disable_hmm=1" in output
+    assert refused == {name: serves for name, (*_, serves) in cases.items() if serves}, done.stdout
+    rebooted = re.findall(r"fatal: \[(\w+)\]: FAILED! => \S+ \S+ \S+ \S+ msg: Running ansible.builtin.reboot", output)
+    assert set(rebooted) == {"idle", "elsewhere"}, "the module refuses to reboot this machine"
