@@ -40,7 +40,7 @@ lint: setup ## Run the linters and the type checker
 	PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/ansible-lint
 
 unit: setup ## Run the tests that need neither the engine nor a host
-	.venv/bin/pytest tests/unit
+	.venv/bin/pytest -n auto tests/unit
 
 # Debian has a package; Ubuntu's only points to a snap, and Playwright's own Chromium comes from its maker's host. Without
 # any the tests of the page are skipped, and say so.

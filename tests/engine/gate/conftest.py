@@ -26,3 +26,11 @@ def pair() -> Pair:
 @pytest.fixture(scope="session")
 def prompts() -> list[list[int]]:
     return json.loads(Path(os.environ["SPECGATE_PAIR"], "prompts.json").read_text())["prompts"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What shares a scheduler stays in one process, where pytest-xdist has several."""
+    for item in items:
+        served = {"scheduler", "worker"} & item.callspec.params.keys()
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {item.callspec.params[served.pop()]}"))
