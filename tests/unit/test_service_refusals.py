@@ -1,4 +1,4 @@
-"""What the role service refuses before any host is reached: open secrets, unfit keys, every interface."""
+"""What is refused of the server's variables before any host is reached: open secrets, unfit keys, every interface."""
 
 from __future__ import annotations
 
@@ -37,6 +37,21 @@ def refusal(tmp_path: Path, **variables: Any) -> str:
         ),
         ({"service_server_arguments": ARGUMENTS | {"config": "/x.yaml"}}, "config have variables of their own"),
         ({"service_credentials": {"../key": KEY}}, "service_credentials has ../key. Names are letters"),
+        ({"service_environment": {"HF_TOKEN": KEY, "A": "1"}}, "has what looks like a secret: HF_TOKEN. Its values"),
+        ({"service_environment": {"PGPASSWORD": KEY}}, "service_environment has what looks like a secret: PGPASSWORD"),
+        (
+            {"service_environment": {"SGLANG_S3_SECRET_ACCESS_KEY": KEY, "openai_api_key": KEY}},
+            "a secret: openai_api_key, SGLANG_S3_SECRET_ACCESS_KEY. Its values stand in command lines",
+        ),
+        (
+            {"release_environment": {"UV_DEFAULT_INDEX": f"https://me:{KEY}@pypi.example.org/simple"}},
+            "release_environment has what looks like a secret: UV_DEFAULT_INDEX",
+        ),
+        (
+            {"release_environment": {"PIP_INDEX_URL": f"https://{KEY}@pypi.example.org/simple"}},
+            "goes into /root/.netrc on the host",
+        ),
+        ({"cuda_environment": {"https_proxy": f"socks5://me:{KEY}@proxy:1"}}, "cuda_environment has what looks like"),
         ({"service_address": "0.0.0.0"}, "service_address is '0.0.0.0', every interface of the host"),
         ({"service_address": "::"}, "service_address is '::', every interface of the host"),
     ],
@@ -53,6 +68,14 @@ def test_what_is_allowed_is_followed_by_a_connection(tmp_path: Path) -> None:
     output = refusal(
         tmp_path, service_api_key=KEY, service_address="0.0.0.0", service_all_interfaces=True,
         service_credentials={"hf-token": KEY},
+        service_environment={
+            "HF_TOKEN_PATH": "/run/credentials/sglang.service/hf-token",
+            "SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR": "0.14",
+            "SGLANG_USE_AITER_FP8_PER_TOKEN": 1,
+            "NCCL_IB_PKEY": "0x7fff",
+            "HF_HUB_DISABLE_IMPLICIT_TOKEN": True,
+            "HF_ENDPOINT": "https://hub.example.org/a@b",
+        },
     )  # fmt: skip
     assert "Cannot become root on gpu-1" in output
     assert KEY not in output
