@@ -38,7 +38,7 @@ class CallbackModule(CallbackBase):  # type: ignore[misc]
         self._serving = False
         self._hosts: set[str] = set()
         self._turns: dict[str, str] = {}
-        self._drained: set[str] = set()
+        self._taken: set[str] = set()
         self._lost: dict[str, str] = {}
         self._failures: dict[str, str] = {}
 
@@ -53,8 +53,8 @@ class CallbackModule(CallbackBase):  # type: ignore[misc]
             self._folders[result._host.get_name()] = Path(facts["acceptance_folder"])
         if "deploy_turn" in facts:
             self._turns[result._host.get_name()] = facts["deploy_turn"]
-        if facts.get("deploy_drained"):
-            self._drained.add(result._host.get_name())
+        if "deploy_taken" in facts:
+            (self._taken.add if facts["deploy_taken"] else self._taken.discard)(result._host.get_name())
 
     def v2_runner_on_failed(self, result: Any, ignore_errors: bool = False) -> None:
         if not ignore_errors:
@@ -76,7 +76,7 @@ class CallbackModule(CallbackBase):  # type: ignore[misc]
 
     def v2_playbook_on_stats(self, stats: Any) -> None:
         if self._lost and (self._folders or self._turns):
-            self._display.display(left_behind(sorted(self._hosts), self._turns, self._drained, self._lost))
+            self._display.display(left_behind(sorted(self._hosts), self._turns, self._taken, self._lost))
         if not self._folders:
             return
         for host, folder in self._folders.items():
@@ -99,7 +99,7 @@ class CallbackModule(CallbackBase):  # type: ignore[misc]
         return f"report    {json.loads(done.stdout)['html']}"
 
 
-def left_behind(hosts: list[str], turns: dict[str, str], drained: set[str], lost: dict[str, str]) -> str:
+def left_behind(hosts: list[str], turns: dict[str, str], taken: set[str], lost: dict[str, str]) -> str:
     """Where a run leaves *hosts* that ended because of those *lost*: their names to that of the host out of reach."""
     said = []
     for host, gone in lost.items():
@@ -110,8 +110,8 @@ def left_behind(hosts: list[str], turns: dict[str, str], drained: set[str], lost
             f"{gone} could not be reached any more while {host} had its turn. {host} serves the former deployment or "
             "the new one, which has not proved itself; nothing was gone back from."
         )
-        if host in drained:
-            said.append(f"The routers send {host} no requests, unless it was being put back.")
+        if host in taken:
+            said.append(f"The routers send {host} no requests, unless it was being taken from them or put back.")
     done = [host for host in hosts if turns.get(host) == "done"]
     waiting = [host for host in hosts if host not in turns and host not in lost]
     if done:

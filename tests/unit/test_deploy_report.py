@@ -88,7 +88,7 @@ def test_a_host_that_did_not_come_to_its_end_is_not_done_and_a_page_that_cannot_
 
 
 def test_a_host_that_is_lost_in_its_turn_leaves_words_about_all_of_them(tmp_path: Path) -> None:
-    turn = {"ansible.builtin.set_fact": {"deploy_turn": "begun", "deploy_drained": True}}
+    turn = {"ansible.builtin.set_fact": {"deploy_turn": "begun", "deploy_taken": True}}
     on_a, on_b = ({"when": f"inventory_hostname == '{host}'"} for host in "ab")
     lost = {"ansible.builtin.ping": {}, "vars": {"ansible_connection": "ssh", "ansible_host": "127.0.0.1",
             "ansible_port": 1}}  # fmt: skip
@@ -96,7 +96,8 @@ def test_a_host_that_is_lost_in_its_turn_leaves_words_about_all_of_them(tmp_path
     said = " ".join(output.split())
     assert status != 0
     assert "b could not be reached any more while b had its turn. b serves the former deployment or the new one" in said
-    assert "The routers send b no requests, unless it was being put back. Done before, and kept: a. When b can" in said
+    assert "The routers send b no requests, unless it was being taken from them or put back. Done before" in said
+    assert "and kept: a. When b can" in said
     (tmp_path / "again").mkdir()
     status, output = run(tmp_path / "again", lost | on_b)
     said = " ".join(output.split())
