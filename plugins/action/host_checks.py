@@ -55,7 +55,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         try:
             entry = doctor.entry(doctor.facts_of(answer["stdout"], answer["stderr"]), wanted)
         except HostUnreachable as error:
-            raise AnsibleActionFail(f"{error}. Nothing was touched.") from error
+            raise AnsibleActionFail(f"{error}. Nothing that serves was touched.") from error
         shown = check.lines(check.Check(**each) for each in entry["checks"])
         notable = check.lines(check.Check(**each) for each in entry["checks"] if each["state"] == check.WARN)
         result = {"changed": False, "failed": not entry["ok"], "state": entry["state"]}
@@ -71,11 +71,11 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             wanted = expected.from_variables(given, router)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise AnsibleActionFail(
-                f"The variables of the checks cannot be used: {error}. Nothing was touched."
+                f"The variables of the checks cannot be used: {error}. Nothing that serves was touched."
             ) from error
         if strangers := sorted(set(wanted.accepted) - set(checks.NAMES)):
             raise AnsibleActionFail(
                 f"preflight_accepted names {', '.join(strangers)}; allowed are {', '.join(checks.NAMES)}. "
-                "Nothing was touched."
+                "Nothing that serves was touched."
             )
         return wanted

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -127,7 +128,7 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     status, output = deploy(tmp_path, "-e", "threshold=0", variables=ARGUMENTS, hosts=hosts)
     assert status != 0
     assert "gpu-1 cannot be reached: " in output
-    assert "--limit 'all:!gpu-1'. Nothing was touched." in output
+    assert "--limit 'all:!gpu-1'. Nothing that serves was touched." in output
     assert "Cannot become root" not in output
 
 
@@ -262,6 +263,21 @@ def test_a_play_without_hosts_is_an_error(tmp_path: Path, hosts: str, arguments:
     status, output = deploy(tmp_path, *arguments, hosts=hosts)
     assert status != 0
     assert "matched no host" in output or "leaves us with no hosts to target" in output
+
+
+# In a deploy they come after the role cuda, which may have installed a driver and rebooted the host.
+AFTER_PROVISIONING = [
+    *(ROOT / "roles/release/tasks").iterdir(),
+    ROOT / "roles/service/tasks/place.yml",
+    ROOT / "roles/preflight/tasks/host.yml",
+    ROOT / "roles/router/tasks/check.yml",
+    ROOT / "plugins/action/host_checks.py",
+]
+
+
+@pytest.mark.parametrize("path", AFTER_PROVISIONING, ids=lambda path: str(path.relative_to(ROOT)))
+def test_after_provisioning_no_refusal_claims_that_nothing_was_touched(path: Path) -> None:
+    assert not re.search(r"Nothing\s+was\s+touched", path.read_text())
 
 
 def local_play(tmp_path: Path, tasks: list[dict], **play: Any) -> Path:
