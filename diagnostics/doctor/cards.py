@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from diagnostics.doctor import check, nvidia_smi, support
@@ -10,6 +11,7 @@ from diagnostics.doctor.check import Check
 from diagnostics.doctor.expected import Expected, Gpus
 
 Facts = Mapping[str, Any]
+SEE_SMI = "See what `nvidia-smi -q` says on the host."
 
 NAMES = (
     "driver",
@@ -24,6 +26,7 @@ NAMES = (
     "gpu_persistence",
     "pcie_link",
     "topology",
+    "peer_to_peer",
     "gpu_numa",
     "iommu",
     "acs",
@@ -37,7 +40,7 @@ def judge(facts: Facts, expected: Expected, gpus: Gpus) -> Iterator[Check]:
     """Judge the GPUs that `facts` (specgate.host_facts/1) tell of against those that are expected."""
     nvidia = facts["nvidia"]
     rows, trouble = read(facts)
-    yield from _driver(nvidia, expected, rows)
+    yield from _driver(nvidia, expected, gpus, rows)
     on_bus = f"; {len(nvidia['pci_gpus'])} are on the PCI bus"
     yield check.judged(
         "gpu_count",
@@ -50,7 +53,7 @@ def judge(facts: Facts, expected: Expected, gpus: Gpus) -> Iterator[Check]:
     )
     if rows:
         yield from _cards(gpus, expected, rows)
-        yield from _connections(nvidia, gpus)
+        yield from _connections(facts, expected, gpus)
     else:
         first, last = NAMES.index("gpu_name"), NAMES.index("gpu_numa")
         for name in NAMES[first : last + 1]:
@@ -59,7 +62,7 @@ def judge(facts: Facts, expected: Expected, gpus: Gpus) -> Iterator[Check]:
     yield _toolkit(nvidia["nvcc"], expected)
 
 
-def _driver(nvidia: Facts, expected: Expected, rows: Sequence[nvidia_smi.Row]) -> Iterator[Check]:
+def _driver(nvidia: Facts, expected: Expected, gpus: Gpus, rows: Sequence[nvidia_smi.Row]) -> Iterator[Check]:
     todo = "Install the driver: playbooks/provision.yml does, where the inventory sets cuda_driver_version."
     if nvidia["driver"] is None:
         yield Check("driver", check.FAIL, "no NVIDIA driver is loaded", todo)
@@ -88,26 +91,40 @@ def _driver(nvidia: Facts, expected: Expected, rows: Sequence[nvidia_smi.Row]) -
             driver.version,
             f"CUDA {expected.cuda} needs {support.text(oldest)} or newer. {todo}",
         )
-    needs = any(_capability(row) >= support.OPEN_MODULES_FROM for row in rows)
-    yield check.judged(
-        "open_modules",
-        driver.is_open or not needs,
-        "open" if driver.is_open else "proprietary",
-        "Blackwell works with the open kernel modules only: install nvidia-open in place of the present driver.",
-    )
+    yield _modules(driver, gpus, rows)
     libraries = {row["driver_version"] for row in rows}
+    if not libraries:
+        yield check.unknown(
+            "driver_loaded", f"module {driver.version}, nvidia-smi tells no libraries'", "See gpu_count."
+        )
+        return
     yield check.judged(
         "driver_loaded",
-        not libraries or libraries == {driver.version},
-        f"module {driver.version}, libraries {', '.join(sorted(libraries)) or 'not known'}",
+        libraries == {driver.version},
+        f"module {driver.version}, libraries {', '.join(sorted(libraries))}",
         "The driver was upgraded under the loaded module: reboot.",
     )
 
 
-def _capability(row: nvidia_smi.Row) -> support.Version:
+def _modules(driver: nvidia_smi.Driver, gpus: Gpus, rows: Sequence[nvidia_smi.Row]) -> Check:
+    """Proprietary modules do not take a Blackwell card, so nvidia-smi does not name it: what is expected counts."""
+    name = "open_modules"
+    if driver.is_open:
+        return check.passed(name, "open")
+    told = [_capability(row.get("compute_cap")) for row in rows] or [_capability(gpus.compute_capability)]
+    if any(capability >= support.OPEN_MODULES_FROM for capability in told):
+        todo = "Blackwell works with the open kernel modules only: install nvidia-open in place of the present driver."
+        return Check(name, check.FAIL, "proprietary", todo)
+    if () in told:
+        return check.unknown(name, "proprietary, and no card tells its compute capability", "See gpu_count.")
+    return check.passed(name, "proprietary")
+
+
+def _capability(text: str | None) -> support.Version:
+    """A compute capability to compare with; () where it is not told."""
     try:
-        return support.version(row["compute_cap"])
-    except (KeyError, ValueError):
+        return support.version(text or "")
+    except ValueError:
         return ()
 
 
@@ -146,30 +163,56 @@ def _cards(gpus: Gpus, expected: Expected, rows: Sequence[nvidia_smi.Row]) -> It
             found,
             "CUDA of this release has no code for these cards (docs/gpu-host.md).",
         )
-    least = min(nvidia_smi.number(row, "memory.total") or 0 for row in rows)
-    yield check.judged(
-        "gpu_memory",
-        least >= (gpus.memory_mb or 0),
-        f"{least} MiB at least on each",
-        f"Expected are {gpus.memory_mb} MiB (preflight_gpus).",
-    )
+    sizes = [size for row in rows if (size := nvidia_smi.number(row, "memory.total")) is not None]
+    if len(sizes) < len(rows):
+        yield check.unknown("gpu_memory", _all(rows, "memory.total"), SEE_SMI)
+    else:
+        yield check.judged(
+            "gpu_memory",
+            min(sizes) >= (gpus.memory_mb or 0),
+            f"{min(sizes)} MiB at least on each",
+            f"Expected are {gpus.memory_mb} MiB (preflight_gpus).",
+        )
     yield _ecc(gpus, rows)
-    mig = [row["index"] for row in rows if row.get("mig.mode.current") == "Enabled"]
-    yield check.judged(
+    # Cards that cannot be divided say so ("[N/A]").
+    yield _switch(
         "gpu_mig",
-        not mig,
-        f"on for GPU {', '.join(mig)}" if mig else "off",
-        "SGLang takes whole cards: nvidia-smi -i N -mig 0.",
+        rows,
+        "mig.mode.current",
+        good=("Disabled", "[N/A]", "N/A", "[Not Supported]"),
+        bad="Enabled",
+        todo="SGLang takes whole cards: nvidia-smi -i N -mig 0.",
     )
-    sleepy = [row["index"] for row in rows if row.get("persistence_mode") == "Disabled"]
-    yield check.judged(
+    yield _switch(
         "gpu_persistence",
-        not sleepy,
-        f"off for GPU {', '.join(sleepy)}" if sleepy else "on",
-        "Each start initialises the cards anew: playbooks/provision.yml switches it on, or nvidia-smi -pm 1.",
+        rows,
+        "persistence_mode",
+        good=("Enabled",),
+        bad="Disabled",
+        todo="Each start initialises the cards anew: playbooks/provision.yml switches it on, or nvidia-smi -pm 1.",
         otherwise=check.WARN,
     )
     yield _link(gpus, rows)
+
+
+def _switch(
+    name: str,
+    rows: Sequence[nvidia_smi.Row],
+    field: str,
+    *,
+    good: Collection[str],
+    bad: str,
+    todo: str,
+    otherwise: str = check.FAIL,
+) -> Check:
+    """A setting that is on or off. One that is neither, because the driver does not tell it, is unknown."""
+    shown = {"Enabled": "on", "Disabled": "off"}
+    wrong = [row["index"] for row in rows if row.get(field) == bad]
+    if wrong:
+        return Check(name, otherwise, f"{shown[bad]} for GPU {', '.join(wrong)}", todo)
+    if not all(row.get(field) in good for row in rows):
+        return check.unknown(name, _all(rows, field), SEE_SMI)
+    return check.passed(name, "off" if bad == "Enabled" else "on")
 
 
 def _ecc(gpus: Gpus, rows: Sequence[nvidia_smi.Row]) -> Check:
@@ -187,6 +230,9 @@ def _ecc(gpus: Gpus, rows: Sequence[nvidia_smi.Row]) -> Check:
             f"uncorrected errors since the driver was loaded: {shown}",
             "Drain the host and reset the card (nvidia-smi -r) or reboot; replace it if they return.",
         )
+    counted = "ecc.errors.uncorrected.volatile.total"
+    if any(row.get("ecc.mode.current") == "Enabled" and nvidia_smi.number(row, counted) is None for row in rows):
+        return check.unknown(name, f"uncorrected errors: {_all(rows, counted)}", SEE_SMI)
     wanted = None if gpus.ecc is None else "Enabled" if gpus.ecc else "Disabled"
     return check.judged(
         name,
@@ -199,15 +245,20 @@ def _ecc(gpus: Gpus, rows: Sequence[nvidia_smi.Row]) -> Check:
 
 def _link(gpus: Gpus, rows: Sequence[nvidia_smi.Row]) -> Check:
     """The width is that of now; the generation the possible one, because idle cards lower it to save power."""
-    slow = []
+    slow, untold = [], []
     for row in rows:
         width, most = nvidia_smi.number(row, "pcie.link.width.current"), nvidia_smi.number(row, "pcie.link.width.max")
         generation = nvidia_smi.number(row, "pcie.link.gen.max")
-        narrow = width is not None and width < (gpus.pcie_width or most or 0)
+        wanted = gpus.pcie_width or most
+        narrow = width is not None and wanted is not None and width < wanted
         old = generation is not None and generation < (gpus.pcie_generation or 0)
+        if width is None or wanted is None or (generation is None and gpus.pcie_generation):
+            untold.append(row["index"])
         if narrow or old:
             slow.append(f"GPU {row['index']}: generation {generation} x{width}")
     every = f"generation {_all(rows, 'pcie.link.gen.max')} x{_all(rows, 'pcie.link.width.current')}"
+    if untold and not slow:
+        return check.unknown("pcie_link", f"{every} (GPU {', '.join(untold)})", SEE_SMI)
     return check.judged(
         "pcie_link",
         not slow,
@@ -219,11 +270,13 @@ def _link(gpus: Gpus, rows: Sequence[nvidia_smi.Row]) -> Check:
     )
 
 
-def _connections(nvidia: Facts, gpus: Gpus) -> Iterator[Check]:
+def _connections(facts: Facts, expected: Expected, gpus: Gpus) -> Iterator[Check]:
+    nvidia = facts["nvidia"]
     try:
         topology = nvidia_smi.topology(nvidia["topology"] or "")
     except ValueError as error:
         yield check.unknown("topology", error, "See what `nvidia-smi topo -m` says on the host.")
+        yield _peers(nvidia["peers"], gpus)
         yield check.unknown("gpu_numa", error, "See what `nvidia-smi topo -m` says on the host.")
         return
     kinds = sorted(set(topology.links.values()))
@@ -242,24 +295,80 @@ def _connections(nvidia: Facts, gpus: Gpus) -> Iterator[Check]:
         far = topology.pairs("SYS")
         yield check.judged(
             "topology",
-            not far or gpus.interconnect == "pcie",
-            shown,
-            "Some pairs talk across sockets; set preflight_gpus.interconnect to pcie once NCCL_P2P_LEVEL is chosen.",
+            not far or expected.p2p_level is not None,
+            shown + (f"; NCCL_P2P_LEVEL is {expected.p2p_level}" if expected.p2p_level else ""),
+            "Some pairs talk across sockets: choose NCCL_P2P_LEVEL in service_environment (SYS lets them too).",
             otherwise=check.WARN,
         )
+    yield _peers(nvidia["peers"], gpus)
+    arguments = facts["deployed_arguments"] or expected.arguments
+    yield _numa(topology, arguments.get("numa-node"), expected.numa_mask)
+
+
+def _peers(text: str | None, gpus: Gpus) -> Check:
+    """What the driver allows: it does not see what an IOMMU or ACS do to it."""
+    name = "peer_to_peer"
+    if gpus.interconnect == "nvlink":
+        return check.not_applicable(name, "the cards talk over NVLink: see topology")
+    if gpus.count == 1:
+        return check.not_applicable(name, "a single GPU")
+    try:
+        states = nvidia_smi.peers(text or "")
+    except ValueError as error:
+        return check.unknown(name, error, "See what `nvidia-smi topo -p2p r` says on the host.")
+    bad = {pair: state for pair, state in states.items() if state != "OK"}
+    shown = ", ".join(f"{state} x {list(bad.values()).count(state)}" for state in sorted(set(bad.values())))
+    return check.judged(
+        name,
+        not bad,
+        f"{shown} of {len(states)} ways, such as GPU {next(iter(bad))[0]} to {next(iter(bad))[1]}"
+        if bad
+        else f"OK for {len(states)} ways",
+        "NCCL goes through the host's memory there. GNS: the cards cannot (GeForce); CNS, TNS: the chipset or the "
+        "slots do not allow it, see iommu and acs; DR: a module's option forbids it.",
+        otherwise=check.WARN,
+    )
+
+
+def _numa(topology: nvidia_smi.Topology, ranks: object, mask: str) -> Check:
+    """`ranks`: the argument numa-node, a node a rank, in the cards' order. `mask`: the nodes of the unit's memory."""
     without = [str(gpu) for gpu, node in topology.numa.items() if node is None]
     nodes = ", ".join(
         f"node {node}: GPU {' '.join(str(g) for g, n in topology.numa.items() if n == node)}"
         for node in dict.fromkeys(topology.numa.values())
         if node is not None
     )
-    yield check.judged(
-        "gpu_numa",
-        not without,
-        nodes if not without else f"the host tells no node of GPU {', '.join(without)}",
-        "Let the BIOS tell where the cards are (NPS, ACPI SRAT), else processes cannot be placed beside them.",
-        otherwise=check.WARN,
-    )
+    name, own = "gpu_numa", [str(node) for node in topology.numa.values()]
+    if without:
+        return Check(
+            name,
+            check.WARN,
+            f"the host tells no node of GPU {', '.join(without)}",
+            "Let the BIOS tell where the cards are (NPS, ACPI SRAT), else processes cannot be placed beside them.",
+        )
+    if isinstance(ranks, Sequence) and len(ranks) == len(own) and [str(node) for node in ranks] != own:
+        return Check(
+            name,
+            check.WARN,
+            f"{nodes}; numa-node is {' '.join(map(str, ranks))}",
+            f"Place each rank beside its card: numa-node: [{', '.join(own)}] in service_server_arguments.",
+        )
+    if outside := sorted(set(own) - _nodes(mask)) if mask not in ("", "all") else []:
+        return Check(
+            name,
+            check.WARN,
+            f"{nodes}; service_numa_mask is {mask}",
+            f"The server's memory is away from the cards of node {', '.join(outside)}: add it to service_numa_mask.",
+        )
+    return check.passed(name, nodes)
+
+
+def _nodes(mask: str) -> set[str]:
+    """The nodes of a systemd mask such as ``0-1,3`` (systemd.exec(5), NUMAMask=)."""
+    found: set[str] = set()
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", mask):
+        found |= {str(node) for node in range(int(first), int(last or first) + 1)}
+    return found
 
 
 def _platform(facts: Facts, gpus: Gpus) -> Iterator[Check]:
@@ -271,19 +380,29 @@ def _platform(facts: Facts, gpus: Gpus) -> Iterator[Check]:
         yield check.unknown("iommu", why, "See gpu_count.")
         yield check.unknown("acs", why, "See gpu_count.")
     else:
-        translated = [card["bus_id"] for card in cards if card["iommu"] and card["iommu"].startswith("DMA")]
-        kinds = ", ".join(sorted({card["iommu"] or "off" for card in cards}))
-        yield check.judged(
-            "iommu",
-            not translated,
-            kinds,
-            "Switch it off in the BIOS or boot with iommu=pt: NCCL hangs or crawls where it translates peer-to-peer "
-            "traffic.",
-            otherwise=severity,
-        )
-        bridges = {bridge for card in cards for bridge in card["acs_redirects"] or []}
-        if any(card["acs_redirects"] is None for card in cards):
-            yield check.unknown("acs", "only root may read the bridges' settings", "Run as a user who may use sudo.")
+        kinds = {card["iommu"] for card in cards}
+        shown = ", ".join(sorted(kind or "a group without a type" for kind in kinds))
+        translated = [kind for kind in kinds if kind and kind.startswith("DMA")]
+        if not translated and not kinds <= {"off", "identity"}:
+            yield check.unknown("iommu", shown, "See /sys/kernel/iommu_groups and `dmesg | grep -i iommu` on the host.")
+        else:
+            yield check.judged(
+                "iommu",
+                not translated,
+                shown,
+                "Switch it off in the BIOS or boot with iommu=pt: NCCL hangs or crawls where it translates "
+                "peer-to-peer traffic.",
+                otherwise=severity,
+            )
+        every = {bridge: redirects for card in cards for bridge, redirects in card["acs_redirects"].items()}
+        bridges = [bridge for bridge, redirects in every.items() if redirects]
+        unread = [bridge for bridge, redirects in every.items() if redirects is None]
+        if unread and not bridges:
+            yield check.unknown(
+                "acs",
+                f"the settings of {', '.join(unread[:4])} cannot be read" + ("" if facts["root"] else " but by root"),
+                "Run as a user who may use sudo; where root cannot either, see `lspci -vvv` and the BIOS (MMCONFIG).",
+            )
         else:
             yield check.judged(
                 "acs",
@@ -306,7 +425,7 @@ def _platform(facts: Facts, gpus: Gpus) -> Iterator[Check]:
             "Set `options nvidia_uvm uvm_disable_hmm=1` in /etc/modprobe.d and reboot.",
             otherwise=check.WARN,
         )
-    state = nvidia["units"].get("nvidia-fabricmanager.service", "unknown")
+    state = nvidia["fabric_manager"] or "unknown"
     if not nvidia["pci_switches"] and gpus.interconnect != "nvlink":
         yield check.not_applicable("fabric_manager", "there is no NVSwitch")
     else:

@@ -27,7 +27,6 @@ GPU_FIELDS = (
     "ecc.errors.uncorrected.volatile.total,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max,"
     "persistence_mode,mig.mode.current"
 )
-UNITS = ("nvidia-persistenced.service", "nvidia-fabricmanager.service")
 NVIDIA = "0x10de"
 ARGUMENTS = (
     "model-path",
@@ -37,6 +36,7 @@ ARGUMENTS = (
     "tp-size",
     "device",
     "mem-fraction-static",
+    "numa-node",
     "speculative-algorithm",
     "speculative-draft-model-path",
 )
@@ -128,11 +128,9 @@ def collect(request: dict[str, Any]) -> dict[str, Any]:
         "memory": memory(),
         "transparent_huge_pages": text_of("/sys/kernel/mm/transparent_hugepage/enabled"),
         "disk": disk(request["release_root"]),
-        "numa_nodes": [name for name in names_in("/sys/devices/system/node") if re.fullmatch(r"node\d+", name)],
         "listeners": {str(port): listeners(port) for port in request["ports"]},
         "clock": (output_of("timedatectl", "show", "--property=NTPSynchronized", "--value") or "").strip(),
         "reboot_required": text_of("/run/reboot-required.pkgs") or os.path.exists("/run/reboot-required"),
-        "iommu_units": names_in("/sys/class/iommu"),
         "nvidia": nvidia(),
         "deployed_arguments": arguments,
         "models": models,
@@ -198,25 +196,25 @@ def nvidia() -> dict[str, Any]:
             gpus.append(
                 {
                     "bus_id": device,
-                    "iommu": text_of(f"{group}/type") if os.path.isdir(group) else None,
-                    # Only root sees the extended capabilities.
-                    "acs_redirects": [bridge for bridge in bridges_above(folder) if redirects(bridge)]
-                    if os.geteuid() == 0
-                    else None,
+                    # Without a group there is no IOMMU; None is one whose type is not told.
+                    "iommu": (text_of(f"{group}/type") or None) if os.path.isdir(group) else "off",
+                    "acs_redirects": {bridge: redirects(bridge) for bridge in bridges_above(folder)},
                 }
             )
         elif kind.startswith("0x0680"):
             switches.append(device)
-    states = (output_of("systemctl", "is-active", *UNITS, fails=True) or "").split()
     return {
         "pci_gpus": gpus,
         "pci_switches": switches,
         "driver": text_of("/proc/driver/nvidia/version"),
         "gpus": output_of("nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv"),
         "topology": output_of("nvidia-smi", "topo", "-m"),
+        "peers": output_of("nvidia-smi", "topo", "-p2p", "r"),
         "nvidia_smi": shutil.which("nvidia-smi"),
         "uvm_disable_hmm": text_of("/sys/module/nvidia_uvm/parameters/uvm_disable_hmm"),
-        "units": dict(zip(UNITS, states, strict=False)),
+        "fabric_manager": (
+            output_of("systemctl", "is-active", "nvidia-fabricmanager.service", fails=True) or ""
+        ).strip(),
         "nvcc": output_of(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc", "--version"),
     }
 
@@ -226,26 +224,31 @@ def bridges_above(folder: str) -> list[str]:
     return re.findall(r"/([0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])(?=/)", os.path.realpath(folder))
 
 
-def redirects(bridge: str) -> bool:
+def redirects(bridge: str) -> bool | None:
     """Whether a bridge sends peer-to-peer requests up to the CPU: ACS, P2P request or completion redirect.
 
-    Walks PCIe's extended capabilities (PCI Express Base Specification, 7.6.3 and 7.7.8).
+    Walks PCIe's extended capabilities (PCI Express Base Specification, 7.6.3 and 7.7.8). None where they cannot be
+    read: without root the kernel shows 64 bytes, and 256 where the machine gives no access to them.
     """
     try:
         with open(f"/sys/bus/pci/devices/{bridge}/config", "rb") as file:
             config = file.read(4096)
     except OSError as error:
         problems.append({"what": f"configuration space of {bridge}", "why": error.strerror or str(error)})
-        return False
+        return None
     offset = 0x100
-    for _ in range(48):
+    for _ in range(1024):  # none repeats; each has 4 bytes at least
         if offset < 0x100 or offset + 8 > len(config):
-            break
+            return None
         header, _, control = struct.unpack_from("<IHH", config, offset)
         if header & 0xFFFF == 0x000D:
             return bool(control & 0b1100)
         offset = header >> 20
-    return False
+        if header == 0xFFFFFFFF:  # it does not answer
+            return None
+        if offset == 0:
+            return False
+    return None
 
 
 def read_model(path: str) -> dict[str, Any] | None:
@@ -273,7 +276,7 @@ def read_model(path: str) -> dict[str, Any] | None:
     for name in weights[:4]:
         found["tensors"].update(tensor_shapes(name))
     found["tokenizer"] = [name for name in TOKENIZER_FILES if os.path.exists(os.path.join(path, name))]
-    found["tokenizer_sha256"] = sha256_of(os.path.join(path, "tokenizer.json"))
+    found["tokenizer_sha256"] = {name: sha256_of(os.path.join(path, name)) for name in found["tokenizer"]}
     return found
 
 

@@ -25,6 +25,9 @@ VARIABLES = (
     "router_port",
     "router_metrics_port",
     "service_server_arguments",
+    "service_environment",
+    "service_numa_policy",
+    "service_numa_mask",
     "model_sources",
 )
 
@@ -48,7 +51,8 @@ class Expected:
     """The values of VARIABLES, for the server or the router of a host.
 
     ``gpus`` is None where the service runs without one: a server with ``device: cpu``, each router. ``ports`` maps a
-    variable to the port that it names, which ``unit`` may hold.
+    variable to the port that it names, which ``unit`` may hold. ``p2p_level`` is NCCL's in the server's environment,
+    None where it is NCCL's own choice; ``numa_mask`` the nodes whose memory the unit may use, empty for all.
     """
 
     architectures: Sequence[str]
@@ -62,6 +66,8 @@ class Expected:
     ports: Mapping[str, int]
     router: bool
     arguments: Mapping[str, Any]
+    p2p_level: str | None
+    numa_mask: str
     model_sources: Mapping[str, str]
 
     def models(self) -> list[str]:
@@ -104,6 +110,8 @@ def from_variables(given: Mapping[str, Any], router: bool = False) -> Expected:
         ports={name: int(values[name]) for name in ports},
         router=router,
         arguments=arguments,
+        p2p_level=values["service_environment"].get("NCCL_P2P_LEVEL"),
+        numa_mask=str(values["service_numa_mask"]) if values["service_numa_policy"] else "",
         model_sources={str(source["dest"]): str(source["src"]) for source in values["model_sources"]},
     )
 

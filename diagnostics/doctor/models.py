@@ -107,13 +107,18 @@ def _architecture(target: Facts, arguments: Arguments) -> Check:
     )
 
 
+def _vocabularies(model: Facts) -> list[str]:
+    """The files of the tokenizer that have its tokens, the one that tells most first."""
+    return [file for file in model["tokenizer"] if file != "tokenizer_config.json"]
+
+
 def _tokenizer(target: Facts, arguments: Arguments) -> Check:
     name = "tokenizer"
     if arguments.get("skip-tokenizer-init"):
         return check.not_applicable(name, "skip-tokenizer-init is set: clients send token ids")
     if arguments.get("tokenizer-path"):
         return check.passed(name, f"tokenizer-path {arguments['tokenizer-path']}")
-    files = [file for file in target["tokenizer"] if file != "tokenizer_config.json"]
+    files = _vocabularies(target)
     return check.judged(
         name,
         bool(files),
@@ -226,13 +231,22 @@ def _vocabulary(draft: Facts, target: Facts) -> Check:
 def _same_tokenizer(draft: Facts, target: Facts) -> Check:
     """A draft needs no tokenizer; where one lies beside it, it tells which target the draft was trained for."""
     name = "draft_tokenizer"
-    of_draft, of_target = draft["tokenizer_sha256"], target["tokenizer_sha256"]
-    if not of_draft or not of_target:
+    both = [file for file in _vocabularies(target) if file in draft["tokenizer"]]
+    if not _vocabularies(draft):
         return check.not_applicable(name, "the draft brings none to compare: it uses the target's")
+    if not both:
+        return check.unknown(
+            name,
+            f"the draft has {', '.join(_vocabularies(draft))}, the target {', '.join(_vocabularies(target)) or 'none'}",
+            "Compare the two by hand.",
+        )
+    of_draft, of_target = (model["tokenizer_sha256"][both[0]] for model in (draft, target))
+    if of_draft is None or of_target is None:
+        return check.unknown(name, f"{both[0]} cannot be read", "See who may read the models' folders.")
     return check.judged(
         name,
         of_draft == of_target,
-        f"tokenizer.json {of_draft[:12]}, the target's {of_target[:12]}",
+        f"{both[0]} {of_draft[:12]}, the target's {of_target[:12]}",
         "Another tokenizer than the target's: see which target the draft was trained for.",
         otherwise=check.WARN,
     )

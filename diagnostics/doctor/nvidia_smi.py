@@ -56,9 +56,14 @@ class Topology:
         return [pair for pair, kind in self.links.items() if kind.startswith(kinds)]
 
 
+def _lines(text: str) -> list[str]:
+    """The lines that are not empty, without a terminal's colours."""
+    return [line for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
+
+
 def topology(text: str) -> Topology:
     """Parse ``nvidia-smi topo -m``. Raises ValueError when there is no matrix in it."""
-    lines = [line for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
+    lines = _lines(text)
     head = next((line.split() for line in lines if re.match(r"\s*GPU0\b.*(?:Affinity|GPU)", line)), None)
     rows = [line for line in lines if re.match(r"\s*GPU\d+\s+(?:X|[A-Z]{2})", line) and line.split() != head]
     if head is None or not rows:
@@ -78,6 +83,24 @@ def topology(text: str) -> Topology:
         node = affinity[1] if len(affinity) > 1 else ""
         numa[gpu] = None if is_absent(node) else node
     return Topology(links, numa)
+
+
+def peers(text: str) -> dict[tuple[int, int], str]:
+    """Parse ``nvidia-smi topo -p2p r``: pair of GPUs, reader first, to ``OK`` or why not (``GNS``, ``CNS``, ``DR``...).
+
+    Raises ValueError when there is no matrix in it.
+    """
+    rows = [line.split() for line in _lines(text)]
+    head = next((row for row in rows if row[0] == "GPU0" and row[-1].startswith("GPU")), None)
+    cells = [row for row in rows if row is not head and re.fullmatch(r"GPU\d+", row[0])]
+    if head is None or [row[0] for row in cells] != head or any(len(row) != len(head) + 1 for row in cells):
+        raise ValueError(f"nvidia-smi topo -p2p r said: {' '.join(rows[0]) if rows else 'nothing'}")
+    return {
+        (reader, other): state
+        for reader, row in enumerate(cells)
+        for other, state in enumerate(row[1:])
+        if other != reader
+    }
 
 
 @dataclass(frozen=True)

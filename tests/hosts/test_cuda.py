@@ -20,6 +20,11 @@ from rehearsal_commands import REPOSITORY, booted
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
 
 DRIVER, TOOLKIT, PORT = "580.126.20", "13.0.2", 8399
+TOOLKIT_PACKAGES = {
+    "cuda-toolkit-13-0": (f"{TOOLKIT}-1", True),
+    "cuda-compiler-13-0": (f"{TOOLKIT}-1", True),
+    "cuda-nvcc-13-0": ("13.0.88-1", True),
+}
 REPOSITORY_ON_HOST = "/srv/repository/debian12/x86_64"
 FILES = (
     "/etc/apt/sources.list.d/nvidia-cuda.list /etc/apt/preferences.d/nvidia-cuda /usr/share/keyrings/cuda-* "
@@ -48,7 +53,7 @@ package() {  # name, version, further fields
 }
 for version in 570.10.01 DRIVER 590.48.01; do
   package nvidia-driver-cuda $version-1 "Depends: libcuda1 (= $version-1), libnvidia-any\n"
-  package nvidia-kernel-open-dkms $version-1
+  package nvidia-kernel-open-dkms $version-1 "Depends: make\n"
   package libcuda1 $version-1
   package libnvidia-any $version-1
   package nvidia-persistenced $version-1
@@ -59,7 +64,12 @@ package linux-image-9.9.9-test 1
 package nvidia-driver-cuda 577.01.01-1 "Depends: linux-image-9.9.9-test\n"
 package nvidia-kernel-open-dkms 577.01.01-1
 package nvidia-persistenced 577.01.01-1
-package cuda-toolkit-13-0 TOOLKIT-1
+# As NVIDIA's: groups that allow newer members, and parts with versions of their own.
+for version in TOOLKIT 13.0.3; do
+  package cuda-compiler-13-0 $version-1 "Depends: cuda-nvcc-13-0 (>= 13.0.88)\n"
+done
+package cuda-nvcc-13-0 13.0.88-1
+package cuda-toolkit-13-0 TOOLKIT-1 "Depends: cuda-compiler-13-0 (>= TOOLKIT)\n"
 package nvlsm 2025.06.11-1
 package linux-headers-$(uname -r) 1
 for file in *.deb; do
@@ -174,14 +184,20 @@ def test_the_pinned_versions_are_installed_with_their_dependencies_and_held(host
     done = host.provision()
     assert done.returncode == 0, done.stdout
     driver = (f"{DRIVER}-1", True)
-    assert host.installed() == {
-        "nvidia-driver-cuda": driver,
-        "nvidia-kernel-open-dkms": driver,
-        "nvidia-persistenced": driver,
-        "libcuda1": driver,
-        "libnvidia-any": driver,  # the repository has a newer one, with which the driver would do as well
-        "cuda-toolkit-13-0": (f"{TOOLKIT}-1", True),
-    }
+    assert (
+        host.installed()
+        == {
+            "nvidia-driver-cuda": driver,
+            "nvidia-kernel-open-dkms": driver,
+            "nvidia-persistenced": driver,
+            "libcuda1": driver,
+            "libnvidia-any": driver,  # the repository has a newer one, with which the driver would do as well
+        }
+        | TOOLKIT_PACKAGES
+    )
+    held = host.sh("apt-mark showhold").splitlines()
+    assert f"linux-headers-{host.sh('uname -r')}" in held
+    assert "make" not in held, "the distribution's own packages get their updates"
     assert "must be rebooted: the loaded driver is none, installed is 580.126.20" in plain(done.stdout)
 
 
@@ -215,6 +231,7 @@ case "$*" in
   "--query-gpu=index --format=csv,noheader") seq 0 7 ;;
   --query-gpu=*) cat /srv/nvidia/gpus-rtx-pro-6000.csv ;;
   "topo -m") cat /srv/nvidia/topology-8-pcie.txt ;;
+  "topo -p2p r") cat /srv/nvidia/p2p-8-pcie.txt ;;
   --persistence-mode=1) touch /run/persistence ;;
   *) exit 9 ;;
 esac
@@ -223,7 +240,7 @@ esac
 
 def load_driver(host: CudaHost) -> None:
     """Make the host look as if the pinned driver, with open modules, were loaded, and nvidia-smi told of such cards."""
-    for name in ("gpus-rtx-pro-6000.csv", "topology-8-pcie.txt"):
+    for name in ("gpus-rtx-pro-6000.csv", "topology-8-pcie.txt", "p2p-8-pcie.txt"):
         text = (REPOSITORY / "tests/data/nvidia" / name).read_text().replace("580.126.09", DRIVER)
         host.sh(f"mkdir -p /srv/nvidia; printf %s {shlex.quote(text)} >/srv/nvidia/{name}")
     host.sh(f"printf %s {shlex.quote(NVIDIA_SMI)} >/usr/local/bin/nvidia-smi; chmod +x /usr/local/bin/nvidia-smi")
@@ -250,14 +267,24 @@ def test_once_the_driver_is_loaded_its_daemons_run(host: CudaHost) -> None:
     assert host.sh("cat /run/nvidia-modprobe") == "--unified-memory --create-nvidia-device-file=0"
     modules = host.sh("cat /etc/modules-load.d/nvidia-specgate.conf").splitlines()
     assert modules[1:] == ["nvidia-uvm", "ib_umad"]
-    assert recap(host.provision("--check", "--diff").stdout)["changed"] == 0
+    # A switches' module that is not loaded would be: its stand-in did nothing.
+    assert recap(host.provision("--check", "--diff", cuda_fabric_manager=True).stdout)["changed"] == 1
 
 
 def test_a_host_whose_driver_satisfies_the_pins_is_not_touched(host: CudaHost) -> None:
-    """As on a machine that came with its driver: no repository, no package, no option, and none is added."""
-    names = " ".join(host.installed())
-    host.sh(f"apt-mark unhold {names} >/dev/null; apt-get purge --yes {names} >/dev/null; rm -rf {FILES}")
+    """As on a machine that came with its driver: its packages are neither pinned nor held, no option is set."""
+
+    def purge() -> None:
+        names = " ".join(host.installed())
+        host.sh(f"apt-mark unhold {names} >/dev/null; apt-get purge --yes {names} >/dev/null; rm -rf {FILES}")
+
+    purge()
     load_driver(host)
+    done = host.provision(cuda_disable_hmm=True)
+    assert done.returncode == 0, done.stdout
+    assert host.installed() == TOOLKIT_PACKAGES
+    assert "nvidia" not in host.sh("grep ^Package: /etc/apt/preferences.d/nvidia-cuda")
+    purge()
     done = host.provision(cuda_toolkit_version="", cuda_disable_hmm=True)
     assert done.returncode == 0, done.stdout
     assert recap(done.stdout)["changed"] == 0
@@ -289,7 +316,7 @@ def test_doctor_and_the_preflight_say_the_same_of_a_gpu_host(host: CudaHost, min
     (entry,) = json.loads(done.stdout)["hosts"]
     states = {each["name"]: each["state"] for each in entry["checks"]}
     good = ("driver", "open_modules", "driver_loaded", "gpu_count", "gpu_name", "gpu_capability", "gpu_memory")
-    more = ("gpu_ecc", "gpu_mig", "gpu_persistence", "pcie_link", "topology", "gpu_numa")
+    more = ("gpu_ecc", "gpu_mig", "gpu_persistence", "pcie_link", "topology", "peer_to_peer", "gpu_numa")
     assert {name: states[name] for name in good + more} == dict.fromkeys(good + more, "pass")
     assert (states["iommu"], states["acs"], states["target_path"]) == ("unknown", "unknown", "fail")
 

@@ -36,7 +36,7 @@ def model(architecture: str, **config: Any) -> dict[str, Any]:
         "missing_weights": [],
         "tensors": {},
         "tokenizer": ["tiktoken.model", "tokenizer_config.json"],
-        "tokenizer_sha256": None,
+        "tokenizer_sha256": {"tiktoken.model": "a" * 64, "tokenizer_config.json": "b" * 64},
     }
 
 
@@ -59,6 +59,7 @@ def wanted() -> expected.Expected:
                 "pcie_width": 16,
                 "interconnect": "pcie",
             },
+            "service_environment": {"NCCL_P2P_LEVEL": "SYS"},
             "service_server_arguments": {
                 "model-path": TARGET,
                 "trust-remote-code": True,
@@ -85,20 +86,22 @@ def facts() -> dict[str, Any]:
         "memory": {"MemTotal": 1 << 30, "HugePages_Total": 0},
         "transparent_huge_pages": "always [madvise] never",
         "disk": {"path": "/opt", "free": 500 * GIB},
-        "numa_nodes": ["node0", "node1"],
         "listeners": {"30000": []},
         "clock": "yes",
         "reboot_required": False,
-        "iommu_units": [],
         "nvidia": {
-            "pci_gpus": [{"bus_id": f"0000:{n}1:00.0", "iommu": None, "acs_redirects": []} for n in range(8)],
+            "pci_gpus": [
+                {"bus_id": f"0000:{n}1:00.0", "iommu": "off", "acs_redirects": {f"0000:{n}0:01.1": False}}
+                for n in range(8)
+            ],
             "pci_switches": [],
             "driver": text("driver-open.txt"),
             "gpus": text("gpus-rtx-pro-6000.csv"),
             "topology": text("topology-8-pcie.txt"),
+            "peers": text("p2p-8-pcie.txt"),
             "nvidia_smi": "/usr/bin/nvidia-smi",
             "uvm_disable_hmm": "Y",
-            "units": {"nvidia-persistenced.service": "active", "nvidia-fabricmanager.service": "inactive"},
+            "fabric_manager": "inactive",
             "nvcc": text("nvcc-13.0.txt"),
         },
         "deployed_arguments": None,
@@ -121,7 +124,6 @@ def test_a_fit_host_passes_every_check(facts: dict[str, Any], wanted: expected.E
     assert {name: each for name, each in found.items() if each.state not in (check.PASS, check.NOT_APPLICABLE)} == {}
     assert {name for name, each in found.items() if each.state == check.NOT_APPLICABLE} == {
         "fabric_manager",
-        "draft_tokenizer",
     }
     assert all(each.todo == "" for each in found.values())
     assert found["gpu_numa"].found == "node 0: GPU 0 1 2 3, node 1: GPU 4 5 6 7"
@@ -138,7 +140,7 @@ def test_an_nvlink_host_passes_every_check(facts: dict[str, Any]) -> None:
         "driver": text("driver-open.txt").replace("580.126.09", "580.126.20"),
         "gpus": text("gpus-b200.csv"),
         "topology": text("topology-b200.txt"),
-        "units": {"nvidia-fabricmanager.service": "active"},
+        "fabric_manager": "active",
     }
     assert [each for each in outcome(facts, wanted).values() if each.state in (check.FAIL, check.UNKNOWN)] == []
 
@@ -191,14 +193,31 @@ FAULTS = [
     ("gpu_persistence", GPUS, lambda old: old.replace("16, Enabled", "16, Disabled"), check.WARN, "nvidia-smi -pm 1"),
     ("pcie_link", GPUS, lambda old: old.replace("5, 16, 16", "5, 8, 16", 1), check.FAIL, "GPU 0: generation 5 x8"),
     ("pcie_link", GPUS, lambda old: old.replace(" 5, 16, 16", " 4, 16, 16", 1), check.FAIL, "generation 4 x16"),
+    ("pcie_link", GPUS, lambda old: old.replace(" 5, 16, 16", " 5, [N/A], 16", 1), check.UNKNOWN, "(GPU 0)"),
+    ("pcie_link", GPUS, lambda old: old.replace(" 5, 16, 16", " [N/A], 16, 16", 1), check.UNKNOWN, "(GPU 0)"),
+    ("gpu_memory", GPUS, lambda old: old.replace("97887 MiB", "[N/A]", 1), check.UNKNOWN, "[N/A] (GPU 0)"),
+    ("gpu_ecc", GPUS, lambda old: old.replace("Enabled, 0, 5", "Enabled, [N/A], 5", 1), check.UNKNOWN, "[N/A] (GPU 0)"),
+    ("gpu_mig", GPUS, lambda old: old.replace("Enabled, Disabled", "Enabled, [Unknown Error]", 1), check.UNKNOWN,
+     "[Unknown Error] (GPU 0)"),
+    ("gpu_persistence", GPUS, lambda old: old.replace("16, Enabled", "16, [N/A]"), check.UNKNOWN, "[N/A]"),
+    ("driver_loaded", GPUS, None, check.UNKNOWN, "tells no libraries"),
+    ("peer_to_peer", "nvidia/peers", lambda old: old.replace("OK", "GNS"), check.WARN, "GNS x 56 of 56 ways"),
+    ("peer_to_peer", "nvidia/peers", lambda old: old.replace("\tOK", "\tCNS", 1), check.WARN, "GPU 0 to 1"),
+    ("peer_to_peer", "nvidia/peers", None, check.UNKNOWN, "said: nothing"),
+    ("peer_to_peer", "nvidia/peers", "Failed to initialize NVML", check.UNKNOWN, "Failed to initialize NVML"),
+    ("peer_to_peer", "nvidia/peers", lambda old: old.replace(" GPU7\t", " GPU6\t"), check.UNKNOWN, "said: GPU0"),
+    ("gpu_numa", "deployed_arguments", {"model-path": TARGET, "numa-node": [0, 1] * 4}, check.WARN,
+     "numa-node: [0, 0, 0, 0, 1, 1, 1, 1]"),
     ("topology", "nvidia/topology", "Failed to initialize NVML", check.UNKNOWN, "Failed to initialize NVML"),
     ("gpu_numa", "nvidia/topology", lambda old: old.replace("0-35,72-107\t0\t", "0-35,72-107\tN/A\t"), check.WARN,
      "no node of GPU 0, 1, 2, 3"),
-    ("iommu", "nvidia/pci_gpus", [{"bus_id": "0000:01:00.0", "iommu": "DMA-FQ", "acs_redirects": []}], check.FAIL,
+    ("iommu", "nvidia/pci_gpus", [{"bus_id": "0000:01:00.0", "iommu": "DMA-FQ", "acs_redirects": {}}], check.FAIL,
      "iommu=pt"),
-    ("acs", "nvidia/pci_gpus", [{"bus_id": "0", "iommu": None, "acs_redirects": ["0000:00:01.1"]}], check.FAIL,
+    ("iommu", "nvidia/pci_gpus/0/iommu", None, check.UNKNOWN, "a group without a type"),
+    ("iommu", "nvidia/pci_gpus/0/iommu", "blocked", check.UNKNOWN, "blocked, off"),
+    ("acs", "nvidia/pci_gpus/0/acs_redirects", {"0000:00:01.1": True, "0000:01:00.0": None}, check.FAIL,
      "1 bridges redirect: 0000:00:01.1"),
-    ("acs", "nvidia/pci_gpus", [{"bus_id": "0", "iommu": None, "acs_redirects": None}], check.UNKNOWN, "only root"),
+    ("acs", "nvidia/pci_gpus/0/acs_redirects", {"0000:00:01.1": None}, check.UNKNOWN, "of 0000:00:01.1 cannot be read"),
     ("hmm", "nvidia/uvm_disable_hmm", "N", check.WARN, "uvm_disable_hmm=1"),
     ("fabric_manager", "nvidia/pci_switches", ["0000:c5:00.0"], check.FAIL, "exactly the driver's version"),
     ("cuda_toolkit", "nvidia/nvcc", None, check.WARN, "no nvcc"),
@@ -218,6 +237,10 @@ def test_each_fault_of_a_host_is_found(
 
 
 MODEL_FAULTS = [
+    ("draft_tokenizer", DRAFT, {"tokenizer_sha256": {"tiktoken.model": "c" * 64}}, check.WARN, "tiktoken.model cccc"),
+    ("draft_tokenizer", DRAFT, {"tokenizer_sha256": {"tiktoken.model": None}}, check.UNKNOWN, "cannot be read"),
+    ("draft_tokenizer", DRAFT, {"tokenizer": ["tokenizer.json"]}, check.UNKNOWN, "the draft has tokenizer.json"),
+    ("draft_tokenizer", DRAFT, {"tokenizer": ["tokenizer_config.json"]}, check.NOT_APPLICABLE, "it uses the target's"),
     ("target_path", TARGET, None, check.FAIL, f"there is no folder {TARGET}"),
     ("target_path", TARGET, {"error": "config.json: No such file or directory"}, check.FAIL, "no model's folder"),
     ("target_path", TARGET, {"missing_weights": ["a", "b", "c", "d"]}, check.FAIL, "lacks a, b, c and 1 more"),
@@ -279,6 +302,39 @@ def test_a_model_that_the_deploy_brings_is_judged_where_it_lies_now(
     assert found["draft_path"].state == found["draft_algorithm"].state == check.PASS
 
 
+@pytest.mark.parametrize(("capability", "state"), [("12.0", check.FAIL), ("9.0", check.PASS), (None, check.UNKNOWN)])
+def test_proprietary_modules_whose_cards_do_not_answer(
+    facts: dict[str, Any], wanted: expected.Expected, capability: str | None, state: str
+) -> None:
+    """They do not take a Blackwell card, so that nvidia-smi names none."""
+    facts["nvidia"] |= {"driver": text("driver-proprietary.txt"), "gpus": None}
+    gpus = {"count": 8, "compute_capability": capability}
+    given = {"preflight_gpus": gpus, "service_server_arguments": wanted.arguments}
+    assert outcome(facts, expected.from_variables(given))["open_modules"].state == state
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "says"),
+    [
+        ("topology", {"service_environment": {}}, "choose NCCL_P2P_LEVEL"),
+        ("gpu_numa", {"service_numa_policy": "bind", "service_numa_mask": "0"}, "node 1: add it to service_numa_mask"),
+        ("gpu_numa", {"service_numa_policy": "bind", "service_numa_mask": "0-1"}, None),
+        ("gpu_numa", {"service_numa_policy": "bind", "service_numa_mask": "all"}, None),
+    ],
+)
+def test_settings_that_do_not_fit_where_the_cards_are(
+    facts: dict[str, Any], wanted: expected.Expected, name: str, variables: dict[str, Any], says: str | None
+) -> None:
+    given = {
+        "preflight_gpus": {"count": 8, "interconnect": "pcie"},
+        "service_environment": {"NCCL_P2P_LEVEL": "SYS"},
+        "service_server_arguments": wanted.arguments,
+    } | variables
+    found = outcome(facts, expected.from_variables(given))[name]
+    assert (found.state, says or "") == (check.WARN if says else check.PASS, says or "")
+    assert (says or "") in found.todo
+
+
 def test_one_gpu_off_the_fabric_is_named(facts: dict[str, Any], wanted: expected.Expected) -> None:
     """Seven of eight are joined by NVLink: the server would start, and NCCL fail."""
     nvlink = expected.from_variables(
@@ -292,7 +348,7 @@ def test_one_gpu_off_the_fabric_is_named(facts: dict[str, Any], wanted: expected
 
 def test_without_a_gpu_expected_its_checks_do_not_apply(facts: dict[str, Any]) -> None:
     cpu = expected.from_variables({"service_server_arguments": {"model-path": TARGET, "device": "cpu"}})
-    facts["nvidia"] |= {"driver": None, "gpus": None, "topology": None, "nvidia_smi": None}
+    facts["nvidia"] |= {"driver": None, "gpus": None, "topology": None, "peers": None, "nvidia_smi": None}
     assert {outcome(facts, cpu)[name].state for name in cards.NAMES} == {check.NOT_APPLICABLE}
 
 
@@ -341,7 +397,7 @@ def test_doctor_shows_the_outcome_first(
     unreachable = {"host": "gone", "ok": False, "reasons": ["no route"]}
     doctor.show([{"host": "gpu-1", **doctor.entry(facts, wanted)}, unreachable])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("PASS  gpu-1: 36 pass, 2 not applicable")
+    assert lines[0].startswith("PASS  gpu-1: 38 pass, 1 not applicable")
     assert lines[1] == "UNKNOWN  gone: no route"
     assert "note  gpu-1: /proc/x: Permission denied" in lines
 
@@ -438,7 +494,15 @@ def test_redirection_is_found_in_the_configuration_space(tmp_path: Path, monkeyp
     assert collector.redirects("0000:00:01.1")
     struct.pack_into("<H", config, 0x148 + 6, 0b0001)
     path.write_bytes(config)
-    assert not collector.redirects("0000:00:01.1")
+    assert collector.redirects("0000:00:01.1") is False
+    struct.pack_into("<I", config, 0x100, 0)
+    path.write_bytes(config)
+    assert collector.redirects("0000:00:01.1") is False, "it has no extended capability"
+    for content in (bytes(64), bytes(256), b"\xff" * 4096):
+        path.write_bytes(content)
+        assert collector.redirects("0000:00:01.1") is None
+    path.unlink()
+    assert collector.redirects("0000:00:01.1") is None
 
 
 def test_bridges_above_a_card(tmp_path: Path) -> None:
