@@ -33,6 +33,7 @@ NAMES = (
     "hmm",
     "fabric_manager",
     "cuda_toolkit",
+    "compilers",
 )
 
 
@@ -60,6 +61,7 @@ def judge(facts: Facts, expected: Expected, gpus: Gpus) -> Iterator[Check]:
             yield check.unknown(name, trouble, "See driver and gpu_count.")
     yield from _platform(facts, gpus)
     yield _toolkit(nvidia["nvcc"], expected)
+    yield _compilers(facts, expected)
 
 
 def _driver(nvidia: Facts, expected: Expected, gpus: Gpus, rows: Sequence[nvidia_smi.Row]) -> Iterator[Check]:
@@ -442,10 +444,37 @@ def _toolkit(nvcc: str | None, expected: Expected) -> Check:
     if not expected.cuda:
         return check.not_applicable(name, "preflight_cuda is not set")
     todo = f"Kernels that are compiled on the host need CUDA {expected.cuda} (cuda-toolkit)."
+    if version is None and expected.cuda_toolkit:
+        return Check(name, check.WARN, "no nvcc on the host", f"{todo} The deploy installs {expected.cuda_toolkit}.")
     if version is None:
-        return Check(name, check.WARN, "no nvcc on the host", todo)
+        return Check(name, check.FAIL, "no nvcc on the host", f"{todo} Set cuda_toolkit_version, or install it.")
     return check.judged(
         name, version.partition(".")[0] == expected.cuda.partition(".")[0], version, todo, otherwise=check.WARN
+    )
+
+
+def _compilers(facts: Facts, expected: Expected) -> Check:
+    """What nvcc and Triton call while the server runs: the role release installs what the distribution has of it."""
+    name, python = "compilers", facts["python"]
+    if python is None and expected.python.startswith("/"):
+        return check.unknown(name, f"{expected.python} tells of no headers", "See python.")
+    if python is not None and not python["has_header"] and not python["header"].startswith("/usr/include/"):
+        return Check(
+            name,
+            check.FAIL,
+            f"{expected.python} has no {python['header']}",
+            "Triton compiles with it, and no package of the distribution has it: install the interpreter with its "
+            "headers, or set release_python to the distribution's, or to a version such as 3.12.16.",
+        )
+    missing = ["g++"] if facts["c++"] is None else []
+    if python is not None and not python["has_header"]:
+        missing.append(f"python{'.'.join(python['version'].split('.')[:2])}-dev")
+    return check.judged(
+        name,
+        not missing,
+        f"without {', '.join(missing)}" if missing else "g++ and Python's headers",
+        "Kernels are compiled while the server runs. The deploy installs these packages where it builds a release.",
+        otherwise=check.WARN,
     )
 
 

@@ -108,8 +108,9 @@ def names_in(folder: str) -> list[str]:
 def collect(request: dict[str, Any]) -> dict[str, Any]:
     """Read the facts.
 
-    `request`: `release_root` and `ports`; `models`, the folders of target and draft; and, to look at what is deployed
-    rather than at what will be, `deployment_path`.
+    `request`: `release_root` and `ports`; `models`, the folders of target and draft; `python`, the path of the
+    interpreter of releases, None where it is not one of the host's; and, to look at what is deployed rather than at
+    what will be, `deployment_path`.
     """
     arguments = deployed_arguments(request.get("deployment_path"))
     folders = [*request["models"], *(arguments or {}).values()]
@@ -131,6 +132,8 @@ def collect(request: dict[str, Any]) -> dict[str, Any]:
         "listeners": {str(port): listeners(port) for port in request["ports"]},
         "clock": (output_of("timedatectl", "show", "--property=NTPSynchronized", "--value") or "").strip(),
         "reboot_required": text_of("/run/reboot-required.pkgs") or os.path.exists("/run/reboot-required"),
+        "python": interpreter(request["python"]) if request["python"] else None,
+        "c++": shutil.which("g++"),
         "nvidia": nvidia(),
         "deployed_arguments": arguments,
         "models": models,
@@ -162,6 +165,22 @@ def disk(path: str) -> dict[str, Any]:
     while not os.path.exists(path):
         path = os.path.dirname(path) or "/"
     return {"path": path, "free": shutil.disk_usage(path).free}
+
+
+def interpreter(path: str) -> dict[str, Any] | None:
+    """Version of an interpreter, where its Python.h belongs, and whether it is there; None where it does not run."""
+    # Of all schemes the one that Triton asks.
+    program = (
+        "import json, os, platform, sysconfig\n"
+        "header = os.path.join(sysconfig.get_paths('posix_prefix')['include'], 'Python.h')\n"
+        "found = {'version': platform.python_version(), 'header': header, 'has_header': os.path.exists(header)}\n"
+        "print(json.dumps(found))"
+    )
+    try:
+        found: dict[str, Any] = json.loads(output_of(path, "-I", "-c", program) or "")
+    except ValueError:
+        return None
+    return found
 
 
 def listeners(port: int) -> list[dict[str, Any]] | None:

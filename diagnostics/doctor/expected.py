@@ -20,6 +20,8 @@ VARIABLES = (
     "preflight_accepted",
     "release_root",
     "release_disk_mb",
+    "release_python",
+    "cuda_toolkit_version",
     "service_name",
     "service_port",
     "router_port",
@@ -62,6 +64,8 @@ class Expected:
     accepted: Sequence[str]
     release_root: str
     release_disk_mb: int
+    python: str
+    cuda_toolkit: str
     unit: str
     ports: Mapping[str, int]
     router: bool
@@ -79,7 +83,7 @@ class Expected:
 def defaults() -> dict[str, Any]:
     """The defaults of VARIABLES, from the roles."""
     found: dict[str, Any] = {}
-    for role in ("preflight", "release", "service", "model", "router"):
+    for role in ("preflight", "release", "service", "model", "router", "cuda"):
         found |= yaml.safe_load((ROLES / role / "defaults/main.yml").read_text(encoding="utf-8")) or {}
     return {name: found[name] for name in VARIABLES if name in found}
 
@@ -106,6 +110,8 @@ def from_variables(given: Mapping[str, Any], router: bool = False) -> Expected:
         accepted=values["preflight_accepted"],
         release_root=str(values["release_root"]),
         release_disk_mb=int(values["release_disk_mb"]),
+        python=str(values["release_python"]),
+        cuda_toolkit=str(values["cuda_toolkit_version"]),
         unit=ROUTER_UNIT if router else f"{values['service_name']}.service",
         ports={name: int(values[name]) for name in ports},
         router=router,
@@ -122,5 +128,6 @@ def request(expected: Expected, deployment_path: str | None = None) -> dict[str,
         "release_root": expected.release_root,
         "ports": list(expected.ports.values()),
         "models": expected.models(),
+        "python": expected.python if expected.python.startswith("/") and not expected.router else None,
         "deployment_path": deployment_path,
     }

@@ -20,6 +20,7 @@ NAMES = (
     "memory",
     "huge_pages",
     "disk",
+    "python",
     "clock",
     "port",
 )
@@ -62,6 +63,7 @@ def judge(facts: Facts, expected: Expected) -> Iterator[Check]:
         f"A new release needs {expected.release_disk_mb} MiB (release_disk_mb) below {expected.release_root}.",
         otherwise=check.WARN,  # the role release refuses where one must be built
     )
+    yield _python(facts, expected)
     yield _clock(facts)
     yield _port(facts["listeners"], expected)
 
@@ -120,6 +122,27 @@ def _huge_pages(facts: Facts, gpus: Gpus | None) -> Check:
         shown,
         "Set /sys/kernel/mm/transparent_hugepage/enabled to madvise: pinned host memory gains.",
         otherwise=check.WARN,
+    )
+
+
+def _python(facts: Facts, expected: Expected) -> Check:
+    """The releases' interpreter: a path, or an exact version that uv installs."""
+    name, given = "python", expected.python
+    if expected.router:
+        return check.not_applicable(name, "the router runs on the distribution's own")
+    of_host = given.startswith("/")
+    found = (facts["python"] or {}).get("version", "") if of_host else given
+    try:
+        new_enough = support.version(found)[:2] >= support.PYTHON_FROM
+    except ValueError:
+        new_enough = False
+    shown = f"{found or 'nothing that runs'} at {given}" if of_host else f"{given}, which uv installs"
+    return check.judged(
+        name,
+        new_enough,
+        shown,
+        f"The packages are locked for Python {'.'.join(map(str, support.PYTHON_FROM))} and newer, which Ubuntu 22.04 "
+        "does not have: set release_python to a version such as 3.12.16, which uv installs, or to a path.",
     )
 
 

@@ -50,6 +50,9 @@ CAPABILITIES: Mapping[str, tuple[str, Version]] = {
 }
 """Compute capability to its architecture and the first CUDA that compiles for it."""
 
+PYTHON_FROM: Version = (3, 11)
+"""The oldest Python that the lock files are resolved for."""
+
 OPEN_MODULES_FROM: Version = (10, 0)
 """From this compute capability on the driver works with the open kernel modules only."""
 

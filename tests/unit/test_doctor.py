@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import os
+import platform
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,8 @@ def facts() -> dict[str, Any]:
         "listeners": {"30000": []},
         "clock": "yes",
         "reboot_required": False,
+        "python": {"version": "3.12.3", "header": "/usr/include/python3.12/Python.h", "has_header": True},
+        "c++": "/usr/bin/g++",
         "nvidia": {
             "pci_gpus": [
                 {"bus_id": f"0000:{n}1:00.0", "iommu": "off", "acs_redirects": {f"0000:{n}0:01.1": False}}
@@ -220,7 +224,14 @@ FAULTS = [
     ("acs", "nvidia/pci_gpus/0/acs_redirects", {"0000:00:01.1": None}, check.UNKNOWN, "of 0000:00:01.1 cannot be read"),
     ("hmm", "nvidia/uvm_disable_hmm", "N", check.WARN, "uvm_disable_hmm=1"),
     ("fabric_manager", "nvidia/pci_switches", ["0000:c5:00.0"], check.FAIL, "exactly the driver's version"),
-    ("cuda_toolkit", "nvidia/nvcc", None, check.WARN, "no nvcc"),
+    ("compilers", "python", None, check.UNKNOWN, "tells of no headers"),
+    ("python", "python/version", "3.10.12", check.FAIL, "set release_python to a version such as 3.12.16"),
+    ("python", "python", None, check.FAIL, "nothing that runs at /usr/bin/python3"),
+    ("compilers", "c++", None, check.WARN, "without g++"),
+    ("compilers", "python/has_header", False, check.WARN, "without python3.12-dev"),
+    ("compilers", "python", {"version": "3.12.3", "header": "/opt/include/Python.h", "has_header": False}, check.FAIL,
+     "no package of the distribution has it"),
+    ("cuda_toolkit", "nvidia/nvcc", None, check.FAIL, "Set cuda_toolkit_version"),
     ("cuda_toolkit", "nvidia/nvcc", text("nvcc-13.0.txt").replace("13.0", "12.9"), check.WARN, "12.9"),
 ]  # fmt: skip
 
@@ -397,7 +408,7 @@ def test_doctor_shows_the_outcome_first(
     unreachable = {"host": "gone", "ok": False, "reasons": ["no route"]}
     doctor.show([{"host": "gpu-1", **doctor.entry(facts, wanted)}, unreachable])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("PASS  gpu-1: 38 pass, 1 not applicable")
+    assert lines[0].startswith("PASS  gpu-1: 40 pass, 1 not applicable")
     assert lines[1] == "UNKNOWN  gone: no route"
     assert "note  gpu-1: /proc/x: Permission denied" in lines
 
@@ -412,6 +423,33 @@ def test_variables_have_the_roles_defaults_and_may_be_texts() -> None:
     wanted = expected.from_variables({"service_port": "30001", "preflight_memory_mb": None})
     assert (wanted.ports, wanted.memory_mb, wanted.unit) == ({"service_port": 30001}, 4096, "sglang.service")
     assert set(expected.defaults()) == set(expected.VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("given", "state"), [("3.12.16", check.PASS), ("3.10.18", check.FAIL), ("python3", check.FAIL)]
+)
+def test_an_interpreter_that_uv_installs_is_judged_by_its_version(
+    facts: dict[str, Any], given: str, state: str
+) -> None:
+    facts["python"] = None
+    wanted = expected.from_variables({"release_python": given})
+    assert expected.request(wanted)["python"] is None
+    assert next(each for each in checks.judge(facts, wanted) if each.name == "python").state == state
+
+
+def test_a_toolkit_that_the_deploy_installs_is_no_failure(facts: dict[str, Any], wanted: expected.Expected) -> None:
+    facts["nvidia"]["nvcc"] = None
+    given = {"preflight_cuda": "13.0", "cuda_toolkit_version": "13.0.2", "service_server_arguments": wanted.arguments}
+    assert outcome(facts, expected.from_variables(given))["cuda_toolkit"].state == check.WARN
+
+
+def test_the_collector_asks_an_interpreter(tmp_path: Path) -> None:
+    found = collector.interpreter(sys.executable)
+    assert found is not None
+    assert found["version"] == platform.python_version()
+    assert found["has_header"] == Path(found["header"]).is_file()
+    assert collector.interpreter(str(tmp_path / "none")) is None
+    assert collector.interpreter("/bin/false") is None
 
 
 def test_the_card_count_follows_from_the_tensor_parallel_size() -> None:
