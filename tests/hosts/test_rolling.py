@@ -13,12 +13,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from deploy_target import ROOT, PlaybookUnderWay, State, Target, eventually, plain
+from deploy_target import ROOT, PlaybookUnderWay, State, Target, cut_network, eventually, plain
 from rehearsal_commands import BIN, REPOSITORY, Rehearsal
 from steady_traffic import Traffic, steady_traffic
 
@@ -29,6 +30,7 @@ pytestmark = [pytest.mark.hosts, pytest.mark.timeout(1200)]
 INVENTORY = "--inventory=inventory/rehearsal-router"
 CLIENTS = 6
 ROUTER_PORT = 30080
+CONTROL_KEY = "rehearsal-router-key"  # the inventory's
 # A step takes 40 ms, most of it asleep: requests are in flight all the time, and leave the processors to the deploy.
 ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_CPU_ENGINE_FORWARD_MS": "40,0.1"}
 
@@ -56,7 +58,8 @@ class Fleet:
 
     def workers(self) -> dict[str, bool]:
         """URL of each worker of the router to whether it finds it healthy; none where the router does not answer."""
-        answer = self.router.sh(f"curl --silent http://{self.address}:{ROUTER_PORT}/workers || true")
+        headers = f"--header 'Authorization: Bearer {CONTROL_KEY}'"
+        answer = self.router.sh(f"curl --silent {headers} http://{self.address}:{ROUTER_PORT}/workers || true")
         return {worker["url"]: worker["is_healthy"] for worker in json.loads(answer or '{"workers": []}')["workers"]}
 
     def both_get_requests(self) -> bool:
@@ -126,6 +129,15 @@ def test_two_hosts_are_deployed_behind_a_router(fleet: Fleet) -> None:
     score = fleet.router.sh("systemd-analyze security --no-pager sglang-router | tail -n 1")
     assert float(re.search(r"([0-9.]+) OK", score)[1]) < 2.5, score  # type: ignore[index]
     assert fleet.rehearsal.fab("verify-worker", INVENTORY).returncode == 0
+    url = f"http://{fleet.address}:{ROUTER_PORT}/workers"
+    for given in ("--request GET", '--request POST --json \'{"url": "http://192.0.2.1"}\'', "--request DELETE"):
+        what = f"{url}/00000000-0000-0000-0000-000000000000" if "DELETE" in given else url
+        answer = fleet.router.sh(f"curl --silent --output /dev/null --write-out '%{{http_code}}' {given} {what}")
+        assert answer == "401", given
+    assert (
+        CONTROL_KEY not in fleet.router.sh("ps -eo args; cat /etc/systemd/system/sglang-router.service") + done.stdout
+    )
+    assert "IPAddressAllow" in fleet.first.sh("cat /etc/systemd/system/sglang.service")
 
 
 def test_a_router_that_dies_comes_back_with_the_same_hosts(fleet: Fleet) -> None:
@@ -253,6 +265,39 @@ def test_a_canary_that_loses_power_fails_no_request_and_the_same_deploy_puts_it_
     done = fleet.deploy("--skip-tags=load", threshold=4)
     assert done.returncode == 0, done.stdout
     assert [target.deployed()["threshold"] for target in (fleet.first, fleet.second)] == [4, 4]
+    assert fleet.first.sh(f"readlink {ROOT}/previous") == f"deployments/{first.deployment}"
+    assert fleet.both_get_requests()
+
+
+def test_a_fault_in_the_drain_or_the_put_back_loses_nothing_and_the_same_deploy_converges(fleet: Fleet) -> None:
+    """The controller is killed, or cut off from the router; each time the same deploy is run again."""
+    first, second = fleet.states()
+    drain, put_back = "router : Wait until the router has let it go", "router : Put the worker into the list"
+    for task, fault in (drain, "kill"), (drain, "cut"), (put_back, "kill"), (put_back, "cut"):
+        # The clients' way to the router is the one that is cut.
+        with (
+            fleet.traffic() if fault == "kill" else nullcontext() as traffic,
+            fleet.roll_under_way(threshold=6) as roll,
+        ):
+            roll.run_until(task)
+            if fault == "kill":
+                roll.kill()
+            with cut_network(fleet.router) if fault == "cut" else nullcontext():
+                status = roll.end()
+        print(f"{task}, {fault}: {fleet.states()} {fleet.workers()}\n{roll.output[-3000:]}")
+        assert status != 0
+        if fault == "kill":
+            unfailed(traffic)
+        else:
+            assert "rehearsal-3 could not be reached any more while rehearsal-1 had its turn." in plain(roll.output)
+        assert fleet.second.state() == second
+        if task == drain:
+            assert fleet.first.state() == first
+        else:
+            assert fleet.recorded(fleet.first)["deployment"] == fleet.first.state().deployment != first.deployment
+    done = fleet.deploy("--skip-tags=load", threshold=6)
+    assert done.returncode == 0, done.stdout
+    assert [target.deployed()["threshold"] for target in (fleet.first, fleet.second)] == [6, 6]
     assert fleet.first.sh(f"readlink {ROOT}/previous") == f"deployments/{first.deployment}"
     assert fleet.both_get_requests()
 

@@ -11,14 +11,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from deploy_target import ROOT, PlaybookUnderWay, Target, eventually, plain
+from deploy_target import ROOT, PlaybookUnderWay, Target, cut_network, eventually, plain
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(1200)]
 
@@ -72,22 +71,6 @@ def full_disk(target: Target, folder: str) -> Iterator[None]:
         yield
     finally:
         target.sh(f"umount --lazy {folder} /mnt/full; systemctl daemon-reload")
-
-
-@contextmanager
-def cut_network(target: Target) -> Iterator[None]:
-    """Nothing passes between this machine and the host; neither is told."""
-    address = target.sh("hostname --all-ip-addresses").split()[0]
-    chains = "".join(
-        f"chain {hook} {{ type filter hook {hook} priority 0; ip {side} {address} drop; }}; "
-        for hook, side in (("input", "saddr"), ("output", "daddr"))
-    )
-    rules = f"table ip specgate_cut {{ {chains} }}"
-    subprocess.run(["nft", "--file", "-"], input=rules, text=True, check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["nft", "delete", "table", "ip", "specgate_cut"], check=True)
 
 
 def power_off(target: Target) -> None:

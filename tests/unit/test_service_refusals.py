@@ -54,6 +54,11 @@ def refusal(tmp_path: Path, **variables: Any) -> str:
         ({"cuda_environment": {"https_proxy": f"socks5://me:{KEY}@proxy:1"}}, "cuda_environment has what looks like"),
         ({"service_address": "0.0.0.0"}, "service_address is '0.0.0.0', every interface of the host"),
         ({"service_address": "::"}, "service_address is '::', every interface of the host"),
+        ({"service_address": "192.0.2.4"}, "service_networks does not say who may reach it"),
+        (
+            {"service_networks": ["router.example.org"]},
+            "service_networks has router.example.org. Allowed are addresses",
+        ),
     ],
 )
 def test_before_any_host_is_reached(tmp_path: Path, given: dict[str, Any], reason: str) -> None:
@@ -67,6 +72,7 @@ def test_before_any_host_is_reached(tmp_path: Path, given: dict[str, Any], reaso
 def test_what_is_allowed_is_followed_by_a_connection(tmp_path: Path) -> None:
     output = refusal(
         tmp_path, service_api_key=KEY, service_address="0.0.0.0", service_all_interfaces=True,
+        service_networks=["192.0.2.10", "fd00::/8"],
         service_credentials={"hf-token": KEY},
         service_environment={
             "HF_TOKEN_PATH": "/run/credentials/sglang.service/hf-token",
