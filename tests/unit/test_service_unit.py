@@ -13,7 +13,7 @@ ROLE = ROOT / "roles/service"
 DAEMONS = "After=nvidia-persistenced.service nvidia-fabricmanager.service"
 
 
-def unit(tmp_path: Path, devices: list[str]) -> Path:
+def unit(tmp_path: Path, devices: list[str], **variables: str) -> Path:
     release = tmp_path / "release"
     (release / "bin").mkdir(parents=True)
     (release / "bin/python").symlink_to(sys.executable)
@@ -23,7 +23,7 @@ def unit(tmp_path: Path, devices: list[str]) -> Path:
         "service_server_arguments": {"model-path": "/m", "max-running-requests": 8},
         "service_threshold": 5,
         "service_devices": devices,
-    }
+    } | variables
     render = {
         "ansible.builtin.template": {"src": str(ROLE / "templates/sglang.service.j2"), "dest": str(path)},
         "vars": given,
@@ -36,8 +36,11 @@ def unit(tmp_path: Path, devices: list[str]) -> Path:
 
 
 def test_of_a_gpu_host_it_starts_after_the_drivers_daemons_and_finds_what_compiles(tmp_path: Path) -> None:
-    path = unit(tmp_path, ["char-nvidia*"])
+    path = unit(tmp_path, ["char-nvidia*"], cuda_toolkit_version="13.0.2")
     text = path.read_text()
+    # What another toolkit compiled is neither run nor copied.
+    assert "CacheDirectory=sglang/r1/cuda-13.0.2\n" in text
+    assert "FLASHINFER_WORKSPACE_BASE=/var/cache/sglang/r1/cuda-13.0.2\n" in text
     # An order only: Wants= or Requires= would start what a host without NVSwitches cannot run.
     assert DAEMONS in text.split("[Service]")[0]
     assert text.count("nvidia-fabricmanager") == 1
@@ -50,4 +53,6 @@ def test_of_a_gpu_host_it_starts_after_the_drivers_daemons_and_finds_what_compil
 
 
 def test_without_devices_no_daemon_of_the_driver_is_named(tmp_path: Path) -> None:
-    assert "nvidia" not in unit(tmp_path, []).read_text()
+    text = unit(tmp_path, []).read_text()
+    assert "nvidia" not in text
+    assert "CacheDirectory=sglang/r1\n" in text
