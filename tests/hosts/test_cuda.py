@@ -6,6 +6,7 @@ No driver is ever loaded there: a file in place of /proc/driver/nvidia/version s
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -170,6 +171,12 @@ def test_a_running_server_keeps_its_driver(host: CudaHost) -> None:
     host.sh("systemctl stop sglang")
     assert done.returncode != 0
     assert "serves (sglang.service), and its driver is none, not 580.126.20" in plain(done.stdout)
+    # And one that was started by hand; a file stands for the device.
+    host.sh("touch /dev/nvidia-uvm; systemd-run --quiet --unit=by-hand sh -c 'exec sleep infinity </dev/nvidia-uvm'")
+    done = host.provision()
+    host.sh("systemctl stop by-hand; rm /dev/nvidia-uvm")
+    assert done.returncode != 0
+    assert re.search(r"serves \(process \d+ sleep\), and its driver is none", plain(done.stdout))
     assert host.untouched()
 
 
@@ -344,14 +351,25 @@ printf '%s\n' '#!/bin/sh' 'case $1 in' '-S) mkdir -p "$4" && touch "$4/CMakeCach
   '*) printf "#!/bin/sh\necho {}\n" >"$2/nvbandwidth" && chmod +x "$2/nvbandwidth" ;; esac' >/usr/local/bin/cmake
 chmod +x /usr/local/bin/cmake
 git init --quiet /srv/git && cd /srv/git
-printf 'build/all_reduce_perf:\n\tmkdir -p build; printf "#!/bin/sh\\necho \$$*\\n" >$@; chmod +x $@\n' >Makefile
+printf 'build/all_reduce_perf:\n\tmkdir -p build; ' >Makefile
+printf 'printf "#!/bin/sh\\necho $(NCCL_HOME) \$$LD_LIBRARY_PATH \$$*\\n" >$@; chmod +x $@\n' >>Makefile
 git add Makefile && git -c user.name=test -c user.email=test@example.org commit --quiet --message=test
 git tag v1
 """
 
 
+MAKE_RELEASE = r"""
+mkdir -p /opt/sglang/current /srv/release/nvidia/nccl/lib /srv/release/nvidia/nccl/include
+touch /srv/release/nvidia/nccl/lib/libnccl.so.2
+printf '#!/bin/sh\nPYTHONPATH=/srv/release exec /usr/bin/python3 "$@"\n' >/srv/release/python
+chmod +x /srv/release/python
+echo '{"python": "/srv/release/python"}' >/opt/sglang/current/deployment.json
+"""
+
+
 def test_bandwidth_is_measured_where_nothing_serves_and_saved_by_host(host: CudaHost, tmp_path: Path) -> None:
-    """With stand-ins of both programs and of cmake: what is tested is the play."""
+    """With stand-ins of both programs, of cmake, nvcc and a release: what is tested is the play."""
+    load_driver(host)
     host.sh(MAKE_SOURCES)
     programs = ("nccl_tests", "nvbandwidth")
     given = {"bandwidth_packages": ["git", "make"], "bandwidth_results": str(tmp_path)}
@@ -368,8 +386,22 @@ def test_bandwidth_is_measured_where_nothing_serves_and_saved_by_host(host: Cuda
     assert "serves (sglang.service), and it would be measured as well as disturbed" in plain(done.stdout)
 
     done = measure()
+    assert done.returncode != 0
+    assert "has no nvcc" in plain(done.stdout)
+    host.sh("printf '#!/bin/sh\n' >/usr/local/bin/nvcc; chmod +x /usr/local/bin/nvcc")
+
+    done = measure()
+    assert done.returncode != 0
+    assert "libnccl2=2.28.9-*, libnccl-dev=2.28.9-*, which only NVIDIA's repository has" in plain(done.stdout)
+    assert "Deploy first" in plain(done.stdout)
+
+    host.sh(MAKE_RELEASE)
+    done = measure()
+    host.sh("rm -r /opt/sglang /usr/local/bin/nvcc")
     assert done.returncode == 0, done.stdout
     (folder,) = (tmp_path / "rehearsal-1").iterdir()
     found = {path.name: path.read_text() for path in folder.iterdir()}
     assert found.keys() == {"topology.txt", "gpus.csv", "nvbandwidth.json", "all_reduce.txt"}
-    assert found["all_reduce.txt"] == "--minbytes=8K --maxbytes=512M --stepfactor=2 --ngpus=8\n"
+    nccl = "/opt/bandwidth/nccl /srv/release/nvidia/nccl/lib"
+    assert host.sh("readlink /opt/bandwidth/nccl/lib/libnccl.so") == "/srv/release/nvidia/nccl/lib/libnccl.so.2"
+    assert found["all_reduce.txt"] == f"{nccl} --minbytes=8K --maxbytes=512M --stepfactor=2 --ngpus=8\n"

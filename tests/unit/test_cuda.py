@@ -109,25 +109,31 @@ def test_what_is_installed_where(tmp_path: Path) -> None:
 
 SYSTEMCTL = """shift
 for unit; do case " $ACTIVE " in *" $unit "*) echo active ;; *) echo inactive ;; esac; done"""
+PS = """case $5 in
+  71) echo '     71 python3' ;;
+  72) echo '     72 nvidia-persiste' ;;
+  *) exit 2 ;;
+esac"""
 REBOOT, DRIVERS, BANDWIDTH = ("cuda", "reboot"), ("cuda", "refuse"), ("bandwidth", "main")
 
 
 def test_what_needs_idle_gpus_is_refused_while_anything_uses_them(tmp_path: Path) -> None:
-    """Another service of the machine too, and a process of nobody's. systemctl, find and nvidia-smi are stand-ins."""
-    for name, text in {"systemctl": SYSTEMCTL, "find": 'printf %s "$OPENED"', "nvidia-smi": "echo 0"}.items():
+    """Another service of the machine too, and a process of nobody's. The programs are stand-ins."""
+    for name, text in {"systemctl": SYSTEMCTL, "find": 'printf %s "$OPENED"', "nvidia-smi": "echo 0", "ps": PS}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     process, beside = {"opened": "/proc/71/fd/9\n/proc/71/fd/10\n"}, {"active": "beside.service"}
     cases = {
         "idle": (REBOOT, {}, None),
+        "daemon": (REBOOT, {"opened": "/proc/72/fd/5\n"}, None),
         "elsewhere": (REBOOT, {"active": "elsewhere.service"}, None),
         "reboot-1": (REBOOT, {"active": "own.service"}, "own.service"),
         "reboot-2": (REBOOT, beside, "beside.service"),
-        "reboot-3": (REBOOT, process, "process 71"),
+        "reboot-3": (REBOOT, process, "process 71 python3"),
         "driver-1": (DRIVERS, beside, "beside.service"),
-        "driver-2": (DRIVERS, process, "process 71"),
+        "driver-2": (DRIVERS, process, "process 71 python3"),
         "measured-1": (BANDWIDTH, beside, "beside.service"),
-        "measured-2": (BANDWIDTH, process, "process 71"),
+        "measured-2": (BANDWIDTH, process, "process 71 python3"),
     }
     hosts: dict[str, dict[str, Any]] = {"another": {"service_name": "elsewhere", "ansible_host": "10.0.0.99"}}
     for number, (name, ((role, tasks), use, _)) in enumerate(cases.items()):
@@ -147,4 +153,4 @@ def test_what_needs_idle_gpus_is_refused_while_anything_uses_them(tmp_path: Path
     assert "must be rebooted: nvidia_uvm was loaded without uvm_disable_hmm=1" in output
     assert refused == {name: serves for name, (*_, serves) in cases.items() if serves}, done.stdout
     rebooted = re.findall(r"fatal: \[(\w+)\]: FAILED! => \S+ \S+ \S+ \S+ msg: Running ansible.builtin.reboot", output)
-    assert set(rebooted) == {"idle", "elsewhere"}, "the module refuses to reboot this machine"
+    assert set(rebooted) == {"idle", "daemon", "elsewhere"}, "the module refuses to reboot this machine"
