@@ -50,7 +50,7 @@ def refusal(tmp_path: Path, **variables: Any) -> str:
 def test_before_any_host_is_reached(tmp_path: Path, given: dict[str, Any], reason: str) -> None:
     output = refusal(tmp_path, **given)
     assert reason in output
-    assert "Nothing was touched" in output
+    assert "Nothing that serves was touched" in output
     assert "Cannot become root" not in output
     assert KEY not in output
 
