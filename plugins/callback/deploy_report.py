@@ -108,7 +108,7 @@ def left_behind(hosts: list[str], turns: dict[str, str], taken: set[str], lost: 
             continue
         said.append(
             f"{gone} could not be reached any more while {host} had its turn. {host} serves the former deployment or "
-            "the new one, which has not proved itself; nothing was gone back from."
+            "the new one, which need not have proved itself; nothing was gone back from."
         )
         if host in taken:
             said.append(f"The routers send {host} no requests, unless it was being taken from them or put back.")

@@ -129,3 +129,14 @@ def test_a_batch_that_goes_back_after_a_host_was_put_back_is_drained_again(tmp_p
     assert os.readlink(tmp_path / "sick/previous") == "deployments/older"
     assert os.readlink(tmp_path / "busy/previous") == "deployments/old"
     assert "the new deployment, which has proved itself, goes on serving. busy The routers send it requests" in output
+
+
+def test_a_roll_does_not_go_on_after_a_host_that_was_lost_in_its_turn(tmp_path: Path) -> None:
+    """Ansible's own count of the batch's lost hosts has let it begin the next one."""
+    lost, begin = yaml.safe_load((ROOT / "playbooks/tasks/roll.yml").read_text())[1:3]
+    hosts = f"lost {LOCAL} deploy_turn=begun\nnext {LOCAL}"
+    lost["ansible.builtin.import_tasks"] = "tasks/lost.yml"
+    status, output = deploy(tmp_path, hosts=hosts, playbook=local_play(tmp_path, [lost, begin], serial=1))
+    assert status != 0
+    assert "next: lost was lost in its turn, so the roll ends. This host was not touched." in output
+    assert "ok: [next]" not in output

@@ -292,7 +292,7 @@ def local_play(tmp_path: Path, tasks: list[dict], **play: Any) -> Path:
 
 def test_when_one_host_fails_its_batch_goes_back_and_the_roll_ends(tmp_path: Path) -> None:
     """The rescue of deploy.yml itself; of the role service only the activation is replaced, by one that may fail."""
-    _, begin, block, _, end = yaml.safe_load((ROOT / "playbooks/tasks/roll.yml").read_text())
+    _, _, begin, block, _, end = yaml.safe_load((ROOT / "playbooks/tasks/roll.yml").read_text())
     role = tmp_path / "roles/service/tasks"
     role.mkdir(parents=True)
     touch = "ansible.builtin.file: {path: '{{ playbook_dir }}/{{ inventory_hostname }}.%s', state: touch}\n"
