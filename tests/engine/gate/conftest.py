@@ -31,6 +31,6 @@ def prompts() -> list[list[int]]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What shares a scheduler stays in one process, where pytest-xdist has several."""
-    for item in items:
+    for item in (item for item in items if item.path.parent == Path(__file__).parent):
         served = {"scheduler", "worker"} & item.callspec.params.keys()
         item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {item.callspec.params[served.pop()]}"))
