@@ -24,10 +24,16 @@ def load(path: str) -> ModuleType:
     return module
 
 
+addresses = load("plugins/filter/addresses.py")
 systemd = load("plugins/filter/systemd.py")
 digest = load("plugins/lookup/source_sha256.py")
 variables = load("plugins/action/known_variables.py")
 state = load("roles/service/library/server_state.py")
+
+
+@pytest.mark.parametrize(("given", "host"), [("::1", "[::1]"), ("192.0.2.1", "192.0.2.1"), ("gpu-1.lan", "gpu-1.lan")])
+def test_an_address_of_a_url(given: str, host: str) -> None:
+    assert addresses.url_host(given) == host
 
 
 def test_arguments_take_the_form_that_their_type_says() -> None:
