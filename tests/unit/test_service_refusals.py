@@ -49,7 +49,7 @@ def refusal(tmp_path: Path, **variables: Any) -> str:
         ),
         (
             {"release_environment": {"PIP_INDEX_URL": f"https://{KEY}@pypi.example.org/simple"}},
-            "goes into /root/.netrc on the host",
+            "goes into ~root/.netrc on the host",
         ),
         ({"cuda_environment": {"https_proxy": f"socks5://me:{KEY}@proxy:1"}}, "cuda_environment has what looks like"),
         ({"service_address": "0.0.0.0"}, "service_address is '0.0.0.0', every interface of the host"),
